@@ -283,8 +283,12 @@ typedef struct {
      * machine. A mechanism that does not work is an error; no other mechanism replaces it.
      *
      * Under `mprotect` and `emulate` writes arrive as SIGSEGV. All other faults are passed to the
-     * handler that was installed before the first region. A handler that is installed later must
-     * pass faults that are not its own to the handler that it replaces.
+     * handler that was installed before. Where another part of the program has replaced the action
+     * of SIGSEGV, the next pagemark_region_begin, or the next region, installs the handler again
+     * and passes such faults to what has replaced it. Until then, a handler that is installed
+     * later must pass faults that are not its own to the handler that it replaces. A thread that
+     * has SIGSEGV blocked, also by the mask of a signal handler, ends the process by its first
+     * write to a page.
      */
     const char *mechanism;
     /**

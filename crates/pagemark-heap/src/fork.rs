@@ -11,18 +11,19 @@
 //! therefore registered first.
 //!
 //! The C library touches objects (open streams) in a child before it calls the handlers. The signal
-//! that this raises maps the views.
+//! that this raises maps the views: SIGSEGV is not blocked meanwhile, and goes to the handler that
+//! regions have, too.
 
 use std::cell::UnsafeCell;
-use std::ffi::{c_int, c_void};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 
 use pagemark::Address;
 use pagemark_linux::at_fork::call_at_fork;
+use pagemark_linux::segv::{self, BeforeFork};
 use pagemark_linux::this_process::LastProcess;
 
 use crate::jemalloc;
@@ -51,14 +52,13 @@ static FORKING: LastProcess = LastProcess::none();
 struct Shared {
     lock: UnsafeCell<libc::pthread_mutex_t>,
     /// How SIGSEGV was handled before the fork.
-    previous: UnsafeCell<MaybeUninit<libc::sigaction>>,
+    segv: UnsafeCell<Option<BeforeFork>>,
 }
 
 // SAFETY: the mutex is made for threads, and protects the rest.
 unsafe impl Sync for Shared {}
 
-static SHARED: Shared =
-    Shared { lock: UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER), previous: UnsafeCell::new(MaybeUninit::zeroed()) };
+static SHARED: Shared = Shared { lock: UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER), segv: UnsafeCell::new(None) };
 
 fn lock() {
     // SAFETY: the mutex is initialized and never destroyed.
@@ -165,23 +165,30 @@ unsafe extern "C" fn before() {
         let copy = space.views.copy(space.used());
         entry.copy.store(copy.map_or(NO_COPY, IntoRawFd::into_raw_fd), Ordering::Release);
     }
-    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: zeros are a valid value of the structure, and the handler has the type that
-    // SA_SIGINFO asks for. The lock protects the previous action.
-    unsafe {
-        let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_fault;
-        (*action.as_mut_ptr()).sa_sigaction = handler as usize;
-        // An alternate stack may be in a heap itself, as that of Python's faulthandler.
-        let stack = if is_in_a_heap((&raw const action).addr()) { libc::SA_ONSTACK } else { 0 };
-        (*action.as_mut_ptr()).sa_flags = libc::SA_SIGINFO | stack;
-        libc::sigaction(libc::SIGSEGV, action.as_ptr(), (*SHARED.previous.get()).as_mut_ptr());
-    }
+    // SAFETY: mapping is async-signal-safe, and the handlers after the fork run on this thread. The lock
+    // keeps others out, and protects the value.
+    unsafe { *SHARED.segv.get() = Some(segv::before_fork(map_missing, is_alternate_stack_in_a_heap())) };
+}
+
+/// True if the alternate stack of the calling thread is in a heap, as that of Python's
+/// faulthandler, and its stack is not.
+fn is_alternate_stack_in_a_heap() -> bool {
+    let mut stack = MaybeUninit::<libc::stack_t>::zeroed();
+    // SAFETY: the call fills in the structure, of which zeros are a valid value.
+    let stack = unsafe {
+        libc::sigaltstack(null(), stack.as_mut_ptr());
+        stack.assume_init()
+    };
+    let is_there = stack.ss_flags & libc::SS_DISABLE == 0 && !stack.ss_sp.is_null();
+    is_there && is_in_a_heap(stack.ss_sp.addr()) && !is_in_a_heap((&raw const stack).addr())
 }
 
 /// Handles SIGSEGV as before the fork.
 fn restore_handler() {
-    // SAFETY: `before` has filled it in, and the lock is held.
-    unsafe { libc::sigaction(libc::SIGSEGV, (*SHARED.previous.get()).as_ptr(), null_mut()) };
+    // SAFETY: the lock is held.
+    if let Some(before) = unsafe { (*SHARED.segv.get()).take() } {
+        segv::after_fork(&before);
+    }
 }
 
 unsafe extern "C" fn in_parent() {
@@ -244,14 +251,12 @@ fn end(message: &str) -> ! {
     }
 }
 
-/// Maps the views in a child that uses them before its handlers have run. Other faults are left to
-/// the previous handler.
-extern "C" fn on_fault(_: c_int, _: *mut libc::siginfo_t, _: *mut c_void) {
+/// Maps the views in a child that uses them before its handlers have run. True if there were some
+/// to map. Async-signal-safe.
+fn map_missing() -> bool {
     let is_missing = !FORKING.is_here() && heaps().any(|(_, space)| !space.views.are_here());
     if is_missing {
         map_copies();
-    } else {
-        // The instruction faults again.
-        restore_handler();
     }
+    is_missing
 }

@@ -42,6 +42,7 @@ pub mod random;
 pub mod ranges;
 pub mod room;
 pub mod scratch;
+pub mod segv;
 pub mod shared_bytes;
 pub mod signals;
 pub mod slab;

@@ -128,6 +128,17 @@ fn a_program_in_c_saves_all_that_it_writes_in_a_machine() {
 }
 
 #[test]
+fn a_program_forks_whatever_it_does_with_sigsegv() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, program) = (concat!(env!("CARGO_MANIFEST_DIR"), "/tests/segv.c"), directory.path().join("program"));
+    printed(Command::new("cc").args(["-O1", "-Wall", "-Werror", "-pthread", source, "-o"]).arg(&program));
+    for parts in [1, 4] {
+        let text = printed(preloaded(&program, parts).env("PAGEMARK_HEAP_GIB", "1"));
+        assert_oracle_eq!(text, "right\n", "{parts} parts");
+    }
+}
+
+#[test]
 fn a_program_locks_what_it_uses() {
     let directory = tempfile::tempdir().unwrap();
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/locked.c");

@@ -42,9 +42,11 @@ pub use writable::Writable;
 /// With the mechanisms `mprotect` and `emulate`, system calls that write into the buffer
 /// (`file.readinto`) fail with EFAULT. `read_from` works with every mechanism, and so does every
 /// system call in a `with region.writable():` block. These two mechanisms also install a handler of
-/// SIGSEGV, which passes crashes on to the handler that was installed before the first such region.
-/// `faulthandler` must be enabled before: a handler that is installed later and does not pass on
-/// the faults of others, as `faulthandler` does not, takes the first write to a page for a crash.
+/// SIGSEGV, which passes crashes on to the handler that was installed before. `faulthandler` must
+/// be enabled before a transaction begins: a handler that is installed later and does not pass on
+/// the faults of others, as `faulthandler` does not, takes the first write to a page for a crash
+/// until the next transaction or region begins. A thread that has SIGSEGV blocked ends the process
+/// by its first write to a page.
 #[pyclass(frozen, weakref, module = "pagemark")]
 pub struct Region {
     state: Mutex<State>,

@@ -93,6 +93,11 @@ pub struct RegionOptions {
 /// because the kernel ignores the protection of private memory for them; the other mechanisms
 /// report them.
 ///
+/// Under `mprotect` and `emulate` writes raise SIGSEGV. A thread that has this signal blocked, also
+/// by the mask of a signal handler (`sigfillset`), ends the process by its first write to a page.
+/// Where another part of the program has replaced the signal's action, the next begin installs the
+/// handler again, above what has replaced it.
+///
 /// [`Region::discard`] frees memory; the program must not change the mapping in other ways. Pages
 /// that the program frees by `madvise` itself are reported in all cases by `compare` and `full`
 /// only; with the other mechanisms a rollback may leave zeros there. Under `uffd`, the program must

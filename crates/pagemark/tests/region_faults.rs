@@ -102,6 +102,21 @@ fn fault_late(mechanism: Mechanism) {
     }
 }
 
+/// Other parts of the program replace the action of SIGSEGV, and pass nothing on: a region is begun
+/// again, and another one is made.
+fn replace_action(mechanism: Mechanism) {
+    let first = region(8, mechanism);
+    for round in 1..4 {
+        let (handler, flags) =
+            if round % 2 == 0 { (exit_42 as *const () as usize, 0) } else { (libc::SIG_DFL, libc::SA_RESTART) };
+        on_segv(handler, flags);
+        first.begin().unwrap();
+        word(&first, 512).store(round, Ordering::Relaxed);
+        assert_oracle!(first.commit().unwrap().contains(Address::new(4096)), "{mechanism}: a write was missed");
+    }
+    on_segv(allow as *const () as usize, libc::SA_SIGINFO);
+}
+
 /// A child made by `fork` tracks memory at the addresses of a region of its parent.
 fn track_in_a_child(mechanism: Mechanism) -> ! {
     let region = region(8, mechanism);
@@ -211,6 +226,7 @@ fn in_a_process_of_its_own() {
             fault_late(mechanism);
         }
         "forked" => track_in_a_child(mechanism),
+        "replaced" => replace_action(mechanism),
         _ => {}
     }
     let region = region(8, mechanism);
@@ -262,6 +278,16 @@ fn a_crash_stays_a_crash() {
         assert_eq!(run("nested", mechanism).code(), Some(0), "{mechanism}: what the handler wrote was not seen");
         assert_eq!(run("plain", mechanism).code(), Some(42), "{mechanism}");
         assert_eq!(run("ignored-sent", mechanism).code(), Some(0), "{mechanism}");
+    }
+}
+
+/// A crash goes to what has replaced the action.
+#[test]
+fn regions_work_where_the_action_of_the_signal_was_replaced() {
+    for mechanism in [Mechanism::Mprotect, Mechanism::Emulate] {
+        if mechanisms().contains(&mechanism) {
+            assert_eq!(run("replaced", mechanism).code(), Some(0), "{mechanism}");
+        }
     }
 }
 

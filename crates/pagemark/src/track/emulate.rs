@@ -19,7 +19,7 @@ use pagemark_linux::pagemap::Pagemap;
 use pagemark_linux::this_process::OfThisProcess;
 
 use super::OwnMemory;
-use super::mprotect::{ByMprotect, list};
+use super::mprotect::{ByMprotect, install_handler, list};
 use super::pins::Pins;
 use super::protected::{Protected, Taken, WriteProtection};
 use super::registry::{MechanismEntry, own_mappings, own_pagemap};
@@ -190,6 +190,7 @@ impl Tracker for Emulate {
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+        install_handler()?;
         self.tracked.retain(|tracked| ranges.iter().any(|range| range == *tracked.shared.pages.range()));
         let pinned = self.pins.pages();
         for range in ranges.iter() {
@@ -231,6 +232,10 @@ impl Tracker for Emulate {
 
     fn unpin(&mut self, range: &Range) {
         self.pins.remove(range);
+    }
+
+    fn begin_interval(&mut self) -> Result<(), Error> {
+        install_handler()
     }
 }
 

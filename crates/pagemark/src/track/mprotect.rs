@@ -74,6 +74,7 @@ impl Mprotect {
 
     /// Collects, and protects what was written or leaves it open.
     fn collect_pages(&mut self, ranges: &RangeSet, dirty: &mut RangeSet, protect: bool) -> Result<(), Error> {
+        install_handler()?;
         self.tracked.retain(|tracked| ranges.iter().any(|range| range == *tracked.shared.pages.range()));
         let pinned = self.pins.pages();
         let mut written = RangeSet::new();
@@ -116,6 +117,15 @@ impl Tracker for Mprotect {
     fn unpin(&mut self, range: &Range) {
         self.pins.remove(range);
     }
+
+    fn begin_interval(&mut self) -> Result<(), Error> {
+        install_handler()
+    }
+}
+
+/// Makes sure that writes to protected pages reach the handler.
+pub(super) fn install_handler() -> Result<(), Error> {
+    fault::install().map_err(|error| Error::while_tracking(error, || "installing a handler of SIGSEGV".to_owned()))
 }
 
 /// The mappings of a range.

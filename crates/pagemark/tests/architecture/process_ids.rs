@@ -20,11 +20,11 @@ const USES: [(&str, usize, &str); 11] = [
     ("pagemark/region/target.rs", 1, "a text"),
     ("pagemark/track/emulate.rs", 1, "a system call"),
     ("pagemark/track/registry.rs", 1, "a thread for system calls"),
-    ("pagemark-linux/fault.rs", 1, "a system call"),
     ("pagemark-linux/memory.rs", 1, "a thread for system calls"),
     ("pagemark-linux/pidfd.rs", 4, "system calls"),
     ("pagemark-linux/proc.rs", 1, "a process that is named by its id"),
     ("pagemark-linux/ptrace.rs", 1, "a system call"),
+    ("pagemark-linux/segv.rs", 1, "a system call"),
     ("pagemark-linux/this_process.rs", 1, "what tells where the kernel clears no page"),
     ("pagemark-heap/saved/target.rs", 1, "a text"),
 ];
