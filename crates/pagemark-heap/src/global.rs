@@ -1,15 +1,16 @@
 //! The heap of all memory of a program.
 
 use std::alloc::{GlobalAlloc, Layout};
-use std::cell::{Cell, UnsafeCell};
+use std::cell::Cell;
 use std::io;
-use std::mem::MaybeUninit;
+use std::mem::ManuallyDrop;
 use std::ptr::null_mut;
 use std::sync::Once;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 
 use pagemark::ByteCount;
 use pagemark_linux::at_fork;
+use pagemark_linux::own_memory::Mapping;
 
 use crate::allocator::Allocator;
 use crate::{Parts, fork, jemalloc};
@@ -34,13 +35,14 @@ const MOST_ARENAS: usize = 8;
 ///
 /// A program can use jemalloc itself beside it. A thread that allocates after jemalloc has released
 /// the thread's data, in a destructor of `pthread_key_create`, gets memory that is not tracked. A
-/// forked child has a copy of the heap, as with [`Heap`](crate::Heap).
+/// forked child has a copy of the heap, as with [`Heap`](crate::Heap). The memory of a heap that is
+/// dropped is not freed.
 #[derive(Debug)]
 pub struct GlobalHeap {
     settings: Settings,
     once: Once,
-    place: UnsafeCell<MaybeUninit<Allocator>>,
-    /// The address of `place` once it holds the allocator.
+    /// The allocator once it is made. It stays where it is for ever, also if this value is moved or
+    /// dropped: jemalloc and each fork use it.
     made: AtomicPtr<Allocator>,
     /// Error number of the attempt to make it.
     error: AtomicU32,
@@ -54,9 +56,6 @@ enum Settings {
     Fixed(Parts, ByteCount),
     Chosen(fn() -> (Parts, ByteCount)),
 }
-
-// SAFETY: `place` is written once, under `once`, and then only read.
-unsafe impl Sync for GlobalHeap {}
 
 thread_local! {
     /// The heap from whose arena this thread allocates by default.
@@ -80,7 +79,6 @@ impl GlobalHeap {
         GlobalHeap {
             settings,
             once: Once::new(),
-            place: UnsafeCell::new(MaybeUninit::uninit()),
             made: AtomicPtr::new(null_mut()),
             error: AtomicU32::new(0),
             arenas: [const { AtomicU32::new(0) }; MOST_ARENAS],
@@ -99,7 +97,7 @@ impl GlobalHeap {
     }
 
     #[inline]
-    fn get(&self) -> Option<&Allocator> {
+    fn get(&self) -> Option<&'static Allocator> {
         // SAFETY: the pointer is null, or that of the allocator, which is never dropped.
         match unsafe { self.made.load(Ordering::Acquire).as_ref() } {
             None => self.make(),
@@ -108,7 +106,7 @@ impl GlobalHeap {
     }
 
     #[cold]
-    fn make(&self) -> Option<&Allocator> {
+    fn make(&self) -> Option<&'static Allocator> {
         self.once.call_once(|| {
             if let Err(error) = self.try_make() {
                 self.error.store(error.raw_os_error().unwrap_or(libc::ENOMEM) as u32, Ordering::Release);
@@ -127,29 +125,28 @@ impl GlobalHeap {
         // Whoever holds forks off may wait for jemalloc, whose handlers come first.
         fork::prepare()?;
         at_fork::register();
-        let allocator = Allocator::new(parts, capacity)?;
-        // SAFETY: this is called once, before anybody reads the place. A static value stays where it
-        // is, and so does one that is leaked; the space of another one is never used by `fork`.
-        unsafe {
-            let allocator: &Allocator = (*self.place.get()).write(allocator);
-            fork::register(&allocator.space)?;
-            // The number of processors without memory of the program.
-            let processors = libc::sysconf(libc::_SC_NPROCESSORS_ONLN);
-            let count = usize::try_from(processors).unwrap_or(1).clamp(1, MOST_ARENAS);
-            for arena in &self.arenas[..count] {
-                arena.store(jemalloc::create_arena(allocator.space.hooks())?, Ordering::Relaxed);
-            }
-            self.arena_count.store(count, Ordering::Relaxed);
-            self.made.store((&raw const *allocator).cast_mut(), Ordering::Release);
+        let allocator = leak(Allocator::new(parts, capacity)?)?;
+        // SAFETY: the space stays where it is.
+        unsafe { fork::register(&allocator.space)? };
+        // The number of processors without memory of the program.
+        // SAFETY: the call takes and returns a number.
+        let processors = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+        let count = usize::try_from(processors).unwrap_or(1).clamp(1, MOST_ARENAS);
+        for arena in &self.arenas[..count] {
+            // SAFETY: the hooks stay where they are, with the space.
+            let made = unsafe { jemalloc::create_arena(allocator.space.hooks())? };
+            arena.store(made, Ordering::Relaxed);
         }
+        self.arena_count.store(count, Ordering::Relaxed);
+        self.made.store((&raw const *allocator).cast_mut(), Ordering::Release);
         Ok(())
     }
 
     /// The allocator, from whose arenas the calling thread allocates.
     #[inline]
-    fn bound(&self) -> Option<&Allocator> {
+    fn bound(&self) -> Option<&'static Allocator> {
         let allocator = self.get()?;
-        let id = (&raw const *self).addr();
+        let id = (&raw const *allocator).addr();
         if BOUND_TO.get() != id {
             self.bind(id)?;
         }
@@ -203,6 +200,17 @@ impl GlobalHeap {
     pub unsafe fn usable_size(&self, object: *mut u8) -> usize {
         // SAFETY: the caller guarantees it.
         self.get().map_or(0, |heap| unsafe { heap.usable_size(object) })
+    }
+}
+
+/// Gives an allocator a place for ever, without memory of the program.
+fn leak(allocator: Allocator) -> io::Result<&'static Allocator> {
+    let place = ManuallyDrop::new(Mapping::new(size_of::<Allocator>())?);
+    let place = place.start().cast::<Allocator>();
+    // SAFETY: the mapping has the size, the alignment of a page, and no other user; it stays.
+    unsafe {
+        place.write(allocator);
+        Ok(place.as_ref())
     }
 }
 
