@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use pagemark_linux::room;
 
-use super::pack::{IdMap, RECORD_HEADER_BYTES, ReadBase, decode_base, decode_record};
+use super::pack::{IdMap, MAX_PIECE_BYTES, RECORD_HEADER_BYTES, ReadBase, decode_base, decode_record};
 use super::table::Entry;
 use super::{Inner, delta, locked};
 use crate::store::{Piece, Visit};
@@ -152,10 +152,10 @@ impl Bases {
             let entries = &located[batch];
             let Some((stored, start)) = read_stored(inner, entries, &mut self.stored)? else { continue };
             for (entry, _) in entries {
-                // An entry with a wrong offset may end behind the last entry.
-                let record = stored.get((u64::from(entry.offset) - start) as usize..(end_of(entry) - start) as usize);
                 let mut page = [0; PAGE_SIZE];
-                if record.is_some_and(|record| decode_base(record, &inner.format.key, entry, &mut page).is_ok()) {
+                if record_of(entry, stored, start)
+                    .is_some_and(|record| decode_base(record, &inner.format.key, entry, &mut page).is_ok())
+                {
                     self.position_of.insert(entry.id, self.pages.len());
                     self.pages.push(page);
                 }
@@ -174,15 +174,19 @@ impl ReadBase for Bases {
 }
 
 /// Reads the part of a pack that has the records of entries, which are in ascending order. Returns
-/// it and its offset in the pack; none if it cannot be read.
+/// it and its offset in the pack; none if it cannot be read, or if an entry names a record that is
+/// longer than any.
 fn read_stored<'b>(
     inner: &Inner,
     entries: &[Located],
     buffer: &'b mut Vec<u8>,
 ) -> Result<Option<(&'b [u8], u64)>, Error> {
-    let ([(first, _), ..], [.., (last, _)]) = (entries, entries) else { return Ok(None) };
+    let Some((first, _)) = entries.first() else { return Ok(None) };
     let start = u64::from(first.offset);
-    let length = (end_of(last) - start) as usize;
+    let length = (end_of_all(entries) - start) as usize;
+    if length > RECORD_HEADER_BYTES + MAX_PIECE_BYTES {
+        return Ok(None);
+    }
     if buffer.len() < length {
         buffer.resize(length, 0);
     }
@@ -191,6 +195,19 @@ fn read_stored<'b>(
         Some(pack) if pack.read_at(stored, start).is_ok() => Ok(Some((stored, start))),
         _ => Ok(None),
     }
+}
+
+/// The record of an entry, in a part of its pack that begins at an offset. None if an entry that is
+/// wrong ends elsewhere.
+fn record_of<'s>(entry: &Entry, stored: &'s [u8], start: u64) -> Option<&'s [u8]> {
+    let begin = u64::from(entry.offset).checked_sub(start)?;
+    stored.get(begin as usize..(end_of(entry) - start) as usize)
+}
+
+/// The offset at which the last record of a batch ends in its pack. That need not be the record
+/// that begins last: entries that are wrong overlap.
+fn end_of_all(entries: &[Located]) -> u64 {
+    entries.iter().map(|(entry, _)| end_of(entry)).max().unwrap_or_default()
 }
 
 /// The offset at which a record ends in its pack.
@@ -268,10 +285,11 @@ impl Reading<'_> {
         for batch in self.plan.batches.get(ahead.start..).unwrap_or_default().iter().take(ahead.len()) {
             let entries = &self.plan.located[batch.clone()];
             // A pack that cannot be opened is an error when it is read.
-            if let ([(first, _), ..], [.., (last, _)]) = (entries, entries)
+            if let Some((first, _)) = entries.first()
                 && let Ok(Some(pack)) = self.inner.open_pack(first.pack)
             {
-                pack.read_ahead(u64::from(first.offset), end_of(last) - u64::from(first.offset));
+                let start = u64::from(first.offset);
+                pack.read_ahead(start, end_of_all(entries) - start);
             }
         }
     }
@@ -286,10 +304,8 @@ impl Reading<'_> {
         let (mut pieces, mut failed) = (Vec::with_capacity(entries.len()), Vec::new());
         let mut used = 0;
         for (entry, wanted) in entries {
-            let decoded = stored.map(|(stored, start)| {
-                let record = &stored[(u64::from(entry.offset) - start) as usize..(end_of(entry) - start) as usize];
-                decode_record(record, &self.inner.format.key, entry, raw, used, bases)
-            });
+            let record = stored.and_then(|(stored, start)| record_of(entry, stored, start));
+            let decoded = record.map(|record| decode_record(record, &self.inner.format.key, entry, raw, used, bases));
             match decoded {
                 Some(Ok(length)) => {
                     let positions = self.plan.wanted[*wanted].positions.clone();

@@ -3,6 +3,8 @@
 
 use std::sync::Arc;
 
+use pagemark_linux::room;
+
 use super::format::{FILE_HEADER_BYTES, FileKind, Format, hash16, index_name, pack_name};
 use crate::backend::{Backend, BackendError, NewObject, Object};
 use crate::{ContentId, Error, ErrorKind, error};
@@ -21,6 +23,8 @@ const FILTER_BYTES: usize = 64;
 const FILTER_BITS_PER_ENTRY: u64 = 12;
 /// Tables with more entries have no filter, which would have to be held in memory.
 const MAX_FILTERED_ENTRIES: u64 = 4 << 20;
+/// Blocks of the longest filter.
+const MOST_FILTER_BLOCKS: u64 = (MAX_FILTERED_ENTRIES * FILTER_BITS_PER_ENTRY).div_ceil(512);
 const TAIL_BYTES: usize = 64;
 const TAIL_MAGIC: &[u8; 8] = b"pmtable\0";
 
@@ -252,7 +256,15 @@ impl Table {
         let Some((parts_offset, parts_bytes)) = lengths() else {
             return unreadable("its table is not as long as it says");
         };
-        let mut parts = vec![0; parts_bytes as usize];
+        // A sparse file has any length without a cost.
+        let is_possible = filter_blocks <= MOST_FILTER_BLOCKS && (kind == FileKind::Index || pack_count == 1);
+        if !is_possible {
+            return unreadable("its table has more parts than any");
+        }
+        let mut parts = room::zeros(parts_bytes as usize).map_err(|error| {
+            let name = if kind == FileKind::Pack { pack_name(number) } else { index_name(number) };
+            BackendError::new("read the table of", name)(error)
+        })?;
         object.read_at(&mut parts, parts_offset)?;
         if tail[32..48] != hash16(&format.key, &[&parts]) {
             return unreadable("its table is damaged");

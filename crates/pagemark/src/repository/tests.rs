@@ -18,6 +18,8 @@ use crate::backend::{LeaseMode, Leased, ListKind, LocalBackend, MemoryBackend};
 use crate::error::{Error, ErrorKind, Object};
 use crate::{ByteCount, ChangedPage, Kind, Mechanism, PageNumber, PageTree, Store};
 
+mod false_entries;
+
 /// The content of a checkpoint: the page number, and the number from which the content is made.
 type Pages = BTreeMap<u64, u64>;
 /// All checkpoints.
