@@ -13,11 +13,12 @@
 //! that the tracker finds it.
 
 use std::io;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use pagemark::{Address, ByteCount, PAGE_SIZE, PageNumber, PageRange, Range};
 use pagemark_linux::views::Views;
 
+use super::ALIGN_BYTES;
 use crate::crossings::Crossings;
 use crate::{Error, Parts};
 
@@ -87,8 +88,13 @@ impl Header {
         let (true, true, Some(parts)) = (is_capacity, capacity == bytes.get(), parts) else {
             return Err(Error::damaged("have a damaged header"));
         };
+        // Objects are aligned by their offsets.
+        let start = field(Field::Start);
+        if !start.is_multiple_of(ALIGN_BYTES as u64) {
+            return Err(Error::damaged("have a damaged header"));
+        }
         Ok(Header {
-            start: Address::new(field(Field::Start)),
+            start: Address::new(start),
             capacity: bytes,
             parts,
             program_version: field(Field::ProgramVersion),
@@ -230,6 +236,26 @@ impl Memory {
         unsafe { AtomicU32::from_ptr(self.at(offset).cast()) }
     }
 
+    /// True if no page from `first` on has an entry. Only what the file holds is read.
+    ///
+    /// # Errors
+    /// `lseek` failed.
+    pub fn has_no_entries_from(&self, first: u32) -> io::Result<bool> {
+        let table = |page: u32| PAGE_SIZE + page as usize * ENTRY_BYTES;
+        let (mut at, end) = (Address::from(table(first)), Address::from(table(self.pages)));
+        while at < end {
+            let data = self.views.next_data(at.page_aligned_down(), end.page_aligned_up())?;
+            let bytes = data.start.max(at).min(end)..data.end.min(end);
+            let page = |offset: Address| ((offset.get() as usize - PAGE_SIZE) / ENTRY_BYTES) as u32;
+            let mut pages = page(bytes.start)..page(bytes.end);
+            if pages.any(|page| self.is_known(page) && self.entry(page).load(Ordering::Relaxed) != 0) {
+                return Ok(false);
+            }
+            at = bytes.end;
+        }
+        Ok(true)
+    }
+
     /// 64 bits of the bitmap of a page.
     ///
     /// # Panics
@@ -273,6 +299,7 @@ mod tests {
         use crate::ErrorKind::{Damaged, OtherAllocator};
         assert_eq!(kind(&|page| page[0] ^= 1), Damaged);
         assert_eq!(kind(&|page| page[8] = 2), OtherAllocator { saved: 2, known: 1 });
+        assert_eq!(kind(&|page| page[17] = 0x10), Damaged);
         assert_eq!(kind(&|page| page[24] = 1), Damaged);
         assert_eq!(kind(&|page| page[32] = 3), Damaged);
         let longer = ByteCount::new(2 * LEAST_BYTES);

@@ -163,6 +163,9 @@ impl Objects {
             locked(&objects.free_pages).give(&objects.nodes, free_from, page - free_from);
             (page, free_from) = (end, end);
         }
+        if !memory.has_no_entries_from(used).map_err(Error::creating)? {
+            return Err(Error::damaged("have entries of pages that were never used"));
+        }
         locked(&objects.free_pages).give(&objects.nodes, free_from, memory.pages - free_from);
         Ok(objects)
     }
@@ -562,6 +565,20 @@ mod tests {
             (first..).zip(entries).for_each(|(page, entry)| memory.entry(page).store(entry, Ordering::Relaxed));
             memory.bitmap_word(first + page_with_bits, 3).store(1 << 9, Ordering::Relaxed);
             assert_eq!(Objects::load(memory).unwrap_err().kind(), ErrorKind::Damaged, "{entries:?}");
+        }
+    }
+
+    #[test]
+    fn entries_of_pages_that_were_never_used_are_damage() {
+        for (number, entry) in [0, Entry::Large(3).encode(), 1].into_iter().enumerate() {
+            for behind in [0, 1, 200] {
+                let memory = memory(0x1238_4000_0000 + ((number as u64) << 32) + (u64::from(behind) << 36));
+                let first = memory.first_page();
+                memory.open_tables(first..first + 250).unwrap();
+                memory.entry(first + behind).store(entry, Ordering::Relaxed);
+                let loaded = Objects::load(memory).map(drop).map_err(|error| error.kind());
+                assert_eq!(loaded, if entry == 0 { Ok(()) } else { Err(ErrorKind::Damaged) }, "{entry} {behind}");
+            }
         }
     }
 
