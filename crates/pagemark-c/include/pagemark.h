@@ -497,7 +497,7 @@ void pagemark_saving_free(pagemark_saving *saving);
 
 /**
  * The address that pagemark_saved_heap_set_root() was given last, also by an earlier program; null
- * in a new heap.
+ * in a new heap. Null, with a message in pagemark_last_error(), in a child made by fork.
  */
 void *pagemark_saved_heap_root(const pagemark_saved_heap *heap);
 

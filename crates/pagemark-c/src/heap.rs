@@ -186,10 +186,14 @@ pub extern "C" fn pagemark_saving_free(saving: Option<Box<Saving>>) {
 }
 
 /// The address that pagemark_saved_heap_set_root() was given last, also by an earlier program; null
-/// in a new heap.
+/// in a new heap. Null, with a message in pagemark_last_error(), in a child made by fork.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_saved_heap_root(heap: Option<&SavedHeap>) -> *mut c_void {
-    value_or(null_mut(), || Ok(present(heap, "heap")?.heap.root()))
+    value_or(null_mut(), || {
+        let heap = &present(heap, "heap")?.heap;
+        heap.check_process()?;
+        Ok(heap.root())
+    })
 }
 
 /// Sets the address by which the program finds its data: null or an address in the heap, else

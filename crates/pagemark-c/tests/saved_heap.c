@@ -78,6 +78,8 @@ static void forked_child(pagemark_saved_heap *heap)
 
         FAILS(pagemark_saved_heap_checkpoint(heap, NULL), FORKED_CHILD, NULL);
         TRUE(pagemark_saved_heap_allocate(heap, 1, 0) == NULL);
+        TRUE(pagemark_saved_heap_root(heap) == NULL && strstr(pagemark_last_error(), "parent"));
+        FAILS(pagemark_saved_heap_set_root(heap, NULL), FORKED_CHILD, NULL);
         _exit(failures != before);
     }
     TRUE(waitpid(child, &status, 0) == child && status == 0);

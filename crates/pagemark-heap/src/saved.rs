@@ -228,9 +228,7 @@ impl SavedHeap {
     /// or the tracker failed. Nothing is lost: the next checkpoint includes what this one would
     /// have saved.
     pub fn checkpoint(&self) -> Result<Taken, Error> {
-        if !self.objects.is_here() {
-            return Err(Error::forked_child());
-        }
+        self.check_process()?;
         save(&self.job, &self.name, None)
     }
 
@@ -243,9 +241,7 @@ impl SavedHeap {
     /// `ErrorKind::ForkedChild`; `ErrorKind::Core` if no thread could be started. All others are
     /// those of `wait`.
     pub fn checkpoint_in_background(&self) -> Result<Saving, Error> {
-        if !self.objects.is_here() {
-            return Err(Error::forked_child());
-        }
+        self.check_process()?;
         let (job, name) = (self.job.clone(), self.name.clone());
         let started = Saving::start(&self.objects, move |copied| save(&job, &name, Some(copied)));
         started.map_err(|error| {
@@ -253,9 +249,20 @@ impl SavedHeap {
         })
     }
 
+    /// Checks that the process is the one that has the heap.
+    ///
+    /// # Errors
+    /// `ErrorKind::ForkedChild`: a child made by `fork` does not have it.
+    pub fn check_process(&self) -> Result<(), Error> {
+        if self.objects.is_here() { Ok(()) } else { Err(Error::forked_child()) }
+    }
+
     /// The address that the program finds its data by: what [`SavedHeap::set_root`] was given last,
-    /// also by an earlier program, or null.
+    /// also by an earlier program, or null. Null in a forked child, which does not have the heap.
     pub fn root<T>(&self) -> *mut T {
+        if !self.objects.is_here() {
+            return std::ptr::null_mut();
+        }
         let address = self.objects.memory.field(Field::Root).load(Ordering::Acquire) as usize;
         match self.objects.memory.offset(without_provenance_mut(address)) {
             // The pointer may be used for all objects of the heap, as those that it returned.
@@ -270,8 +277,9 @@ impl SavedHeap {
     /// Sets the address that [`SavedHeap::root`] returns, which belongs to the next checkpoint.
     ///
     /// # Errors
-    /// `ErrorKind::NotInHeap`, unless it is null or in the heap.
+    /// `ErrorKind::NotInHeap`, unless it is null or in the heap. `ErrorKind::ForkedChild`
     pub fn set_root<T>(&self, root: *const T) -> Result<(), Error> {
+        self.check_process()?;
         if !root.is_null() && !self.contains(root) {
             return Err(Error::not_in_heap(root.addr()));
         }
@@ -298,6 +306,13 @@ impl SavedHeap {
     /// behind it.
     pub fn addresses(&self) -> Range {
         self.objects.views().view(0)
+    }
+
+    /// The bytes of the live object at an address that the heap has handed out, for programs that
+    /// read addresses in a heap that others may have made. `None` where there is none, and in a
+    /// forked child.
+    pub fn object_bytes<T>(&self, address: *const T) -> Option<usize> {
+        self.objects.object_bytes(address.cast())
     }
 
     /// The bytes that an object has, all of which may be written.

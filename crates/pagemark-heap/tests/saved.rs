@@ -583,7 +583,10 @@ fn a_forked_child_does_not_have_the_heap() {
         // SAFETY: the layout has a size.
         let is_null = unsafe { heap.alloc(Layout::new::<u64>()).is_null() };
         let is_error = heap.checkpoint().is_err_and(|error| error.kind() == ErrorKind::ForkedChild);
-        i32::from(!(is_null && is_error))
+        let is_refused = heap.check_process().is_err_and(|error| error.kind() == ErrorKind::ForkedChild)
+            && heap.set_root(number).is_err_and(|error| error.kind() == ErrorKind::ForkedChild);
+        let is_nothing = heap.root::<u64>().is_null() && heap.object_bytes(number).is_none();
+        i32::from(!(is_null && is_error && is_refused && is_nothing))
     });
     assert!(libc::WIFEXITED(refused) && libc::WEXITSTATUS(refused) == 0, "{refused:#x}");
     // SAFETY: the default action of the signal ends the child.
@@ -595,6 +598,9 @@ fn a_forked_child_does_not_have_the_heap() {
     assert!(libc::WIFSIGNALED(fault) && libc::WTERMSIG(fault) == libc::SIGSEGV, "{fault:#x}");
     // SAFETY: the number is live.
     assert_oracle_eq!(unsafe { number.read() }, 0, "the number beside children");
+    assert!(heap.object_bytes(number).is_some_and(|bytes| (8..100).contains(&bytes)));
+    assert_eq!(heap.object_bytes(number.wrapping_byte_add(8)), None);
+    assert_eq!(heap.object_bytes(&0u64), None);
     heap.checkpoint().unwrap();
 }
 

@@ -1,12 +1,12 @@
 //! Heaps that survive their program: named arrays and buffers in them.
 
 use std::alloc::{GlobalAlloc, Layout};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_void};
 use std::ptr::{NonNull, null_mut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pagemark::{AddressRangeExt, ByteCount};
+use pagemark::ByteCount;
 use pagemark_saved_heap::{ErrorKind, HeapOptions, Parts, SavedHeap as CoreHeap, Saving as CoreSaving};
 use pyo3::exceptions::{PyBufferError, PyKeyError, PyMemoryError, PyValueError};
 use pyo3::ffi;
@@ -102,13 +102,24 @@ pub struct Saving {
     job: String,
 }
 
+impl State {
+    /// What is held, in a process that has its memory.
+    fn usable(&mut self) -> PyResult<&mut Held> {
+        let held = self.held.as_mut().ok_or_else(closed)?;
+        held.heap.check_process().map_err(errors::of_heap)?;
+        Ok(held)
+    }
+}
+
 impl Held {
     /// Finds the directory of a heap, or makes it.
     fn new(heap: CoreHeap) -> PyResult<Held> {
         let root = heap.root::<Directory>();
+        let is_object = has_bytes(&heap, root, size_of::<Directory>());
         let directory = match NonNull::new(root) {
-            // SAFETY: the root is in the heap, which is mapped, and aligned; any bytes are a number.
-            Some(root) if root.is_aligned() && unsafe { (*root.as_ptr()).magic } == MAGIC => root,
+            // SAFETY: the root is an object of the heap that is long enough, and aligned; any bytes are a
+            // number.
+            Some(root) if is_object && unsafe { (*root.as_ptr()).magic } == MAGIC => root,
             Some(_) => {
                 let reason = "the saved heap was not made in Python: its root leads to something else than names";
                 return Err(errors::HeapError::new_err(reason));
@@ -121,18 +132,8 @@ impl Held {
                 directory
             }
         };
-        let mut entries = BTreeMap::new();
-        // SAFETY: the entries are objects of the heap, which only this module writes.
-        unsafe {
-            let mut next = directory.as_ref().first;
-            while let Some(entry) = NonNull::new(next) {
-                if !heap.contains(next) || !next.is_aligned() || entries.len() > heap_entries(&heap) {
-                    return Err(errors::HeapError::new_err("the names of the saved heap are damaged"));
-                }
-                entries.insert(text(entry, Part::Name), entry);
-                next = entry.as_ref().next;
-            }
-        }
+        let entries = entries(&heap, directory);
+        let entries = entries.ok_or_else(|| errors::HeapError::new_err("the names of the saved heap are damaged"))?;
         Ok(Held { heap: Arc::new(heap), directory, entries })
     }
 
@@ -144,8 +145,9 @@ impl Held {
     }
 
     fn description(&self, name: &str) -> Option<String> {
-        // SAFETY: the entry is live.
-        self.entries.get(name).map(|&entry| unsafe { text(entry, Part::Description) })
+        // SAFETY: the entry is live, and is freed only by a call that has all of this value.
+        let description = self.entries.get(name).map(|&entry| unsafe { text(entry, Part::Description) });
+        description.map(|text| String::from_utf8_lossy(text).into_owned())
     }
 
     /// Makes data of zeros. The name is free.
@@ -199,9 +201,39 @@ impl Held {
     }
 }
 
-/// More names than a heap has room for.
-fn heap_entries(heap: &CoreHeap) -> usize {
-    heap.addresses().byte_count().to_usize() / size_of::<Entry>()
+/// The entries of a directory, by their names. `None` if the directory leads to anything else than
+/// entries and data that are objects of the heap, each once: whoever made the heap decides what is
+/// in it.
+fn entries(heap: &CoreHeap, directory: NonNull<Directory>) -> Option<BTreeMap<String, NonNull<Entry>>> {
+    let mut objects = BTreeSet::from([directory.addr()]);
+    let mut entries = BTreeMap::new();
+    // SAFETY: the directory is an object of the heap.
+    let mut next = unsafe { directory.as_ref().first };
+    while let Some(entry) = NonNull::new(next) {
+        if !has_bytes(heap, next, size_of::<Entry>()) {
+            return None;
+        }
+        // SAFETY: the entry is an object that is long enough, and aligned; any bytes are numbers.
+        let &Entry { next: behind, data, data_bytes, name_bytes, description_bytes } = unsafe { entry.as_ref() };
+        let bytes = size_of::<Entry>().checked_add(name_bytes)?.checked_add(description_bytes)?;
+        let is_whole = has_bytes(heap, next, bytes) && has_bytes(heap, data, data_bytes);
+        if !is_whole || !objects.insert(entry.addr()) || !objects.insert(NonNull::new(data)?.addr()) {
+            return None;
+        }
+        // SAFETY: the object has that many bytes, and the texts are behind the entry.
+        let texts = unsafe { [text(entry, Part::Name), text(entry, Part::Description)] };
+        let [Ok(name), Ok(_)] = texts.map(|text| str::from_utf8(text).map(str::to_owned)) else { return None };
+        if entries.insert(name, entry).is_some() {
+            return None;
+        }
+        next = behind;
+    }
+    Some(entries)
+}
+
+/// True if an address is that of an object of the heap with that many bytes, and aligned.
+fn has_bytes<T>(heap: &CoreHeap, object: *const T, bytes: usize) -> bool {
+    object.is_aligned() && heap.object_bytes(object).is_some_and(|has| has >= bytes)
 }
 
 enum Part {
@@ -212,10 +244,10 @@ enum Part {
 /// A text of an entry.
 ///
 /// # Safety
-/// The entry is live.
-unsafe fn text(entry: NonNull<Entry>, part: Part) -> String {
+/// The entry is live, and nobody frees it as long as the text is used.
+unsafe fn text<'a>(entry: NonNull<Entry>, part: Part) -> &'a [u8] {
     // SAFETY: the caller guarantees it; the texts are behind the entry.
-    let bytes = unsafe {
+    unsafe {
         let (name_bytes, description_bytes) = (entry.as_ref().name_bytes, entry.as_ref().description_bytes);
         let texts = entry.add(1).cast::<u8>();
         match part {
@@ -223,8 +255,7 @@ unsafe fn text(entry: NonNull<Entry>, part: Part) -> String {
             Part::Description => NonNull::slice_from_raw_parts(texts.add(name_bytes), description_bytes),
         }
         .as_ref()
-    };
-    String::from_utf8_lossy(bytes).into_owned()
+    }
 }
 
 fn entry_layout(text_bytes: usize) -> Layout {
@@ -257,7 +288,8 @@ impl SavedHeap {
     /// Counts a view of data that has a name. False if the name has other data or none.
     fn export(&self, name: &str, data: Data) -> bool {
         let mut state = self.lock();
-        let is_there = state.held.as_ref().and_then(|held| held.data(name)) == Some(data);
+        let held = state.held.as_ref().filter(|held| held.heap.check_process().is_ok());
+        let is_there = held.and_then(|held| held.data(name)) == Some(data);
         if is_there {
             *state.exports.entry(name.to_owned()).or_default() += 1;
         }
@@ -280,14 +312,14 @@ impl SavedHeap {
     }
 
     fn view(slf: &Bound<'_, Self>, name: &str) -> PyResult<HeapBuffer> {
-        let data = slf.get().lock().held.as_ref().ok_or_else(closed)?.data(name);
+        let data = slf.get().lock().usable()?.data(name);
         let data = data.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
         Ok(HeapBuffer { heap: slf.clone().unbind(), name: name.to_owned(), data })
     }
 
     /// The description of what has a name, if something has it.
     fn description(&self, name: &str) -> PyResult<Option<String>> {
-        Ok(self.lock().held.as_ref().ok_or_else(closed)?.description(name))
+        Ok(self.lock().usable()?.description(name))
     }
 
     fn lock_names(&self) -> MutexGuard<'_, ()> {
@@ -299,7 +331,7 @@ impl SavedHeap {
         py.detach(|| {
             let _names = self.lock_names();
             let mut state = self.lock();
-            let held = state.held.as_mut().ok_or_else(closed)?;
+            let held = state.usable()?;
             if held.entries.contains_key(name) { Ok(()) } else { held.add(name, description, bytes) }
         })
     }
@@ -312,7 +344,7 @@ impl SavedHeap {
             let message = format!("{views} views of {name:?} exist: delete them before it is freed");
             return Err(PyBufferError::new_err(message));
         }
-        let held = state.held.as_mut().ok_or_else(closed)?;
+        let held = state.usable()?;
         if held.remove(name) { Ok(()) } else { Err(PyKeyError::new_err(name.to_owned())) }
     }
 
@@ -526,7 +558,8 @@ impl HeapBuffer {
         let exported = if this.heap.get().export(&this.name, this.data) {
             Ok((this.data.start.as_ptr().cast::<c_void>(), this.data.bytes as ffi::Py_ssize_t))
         } else {
-            Err(PyValueError::new_err(format!("{:?} was freed, or the heap is closed", this.name)))
+            let reason = format!("{:?} was freed, the heap is closed, or it belongs to the parent process", this.name);
+            Err(PyValueError::new_err(reason))
         };
         // SAFETY: Python passes the view. The bytes stay mapped: the view counts as an export.
         unsafe { buffer::fill(&slf, view, flags, exported, Access::Writable, || this.heap.get().release(&this.name)) }

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy
@@ -193,6 +195,68 @@ def test_a_child_does_not_have_the_heap(repository: pagemark.Repository) -> None
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
     assert heap.checkpoint().sequence == 1
+
+
+def test_no_call_of_a_child_touches_the_heap(repository: pagemark.Repository) -> None:
+    heap = open_heap(repository)
+    buffer = heap.buffer("table", 100).obj
+    calls: list[Callable[[], object]] = [
+        heap.checkpoint,
+        lambda: "table" in heap,
+        lambda: heap["table"],
+        lambda: heap.__delitem__("table"),
+        lambda: heap.buffer("other", 10),
+        lambda: heap.array("array", 10, "i4"),
+    ]
+    for number, call in enumerate(calls):
+        child = os.fork()
+        if child == 0:
+            try:
+                call()
+            except pagemark.ForkedError:
+                os._exit(42)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42, number
+    child = os.fork()
+    if child == 0:
+        try:
+            memoryview(buffer)
+        except ValueError:
+            os._exit(42)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+
+
+@pytest.mark.parametrize("damage", ["data", "long data", "name", "long name", "next", "twice", "outside"])
+def test_what_others_have_made_of_a_heap_is_checked(repository: pagemark.Repository, damage: str) -> None:
+    heap = open_heap(repository)
+    heap.buffer("x", 100)
+    heap.buffer("y", 100)
+    with open("/proc/self/maps") as maps:
+        place = next(line for line in maps if "pagemark-heap" in line and line.split()[1].startswith("rw"))
+    start, end = (int(part, 16) for part in place.split()[0].split("-"))
+    directory = start + ctypes.string_at(start, end - start).index(b"pmnames1")
+    (entry,) = struct.unpack("Q", ctypes.string_at(directory + 8, 8))
+    following, data, data_bytes, name_bytes, _ = struct.unpack("5Q", ctypes.string_at(entry, 40))
+    assert (data_bytes, name_bytes) == (100, 1)
+    victim = b"an immutable object of Python"
+    changed = {
+        "data": (8, id(victim)),
+        "long data": (16, 1 << 20),
+        "name": (24, 1 << 40),
+        "long name": (24, (1 << 64) - 41),
+        "next": (0, entry),
+        "twice": (8, directory),
+        "outside": (0, following + 8),
+    }
+    offset, value = changed[damage]
+    ctypes.memmove(entry + offset, struct.pack("Q", value), 8)
+    heap.checkpoint()
+    heap.close()
+    with pytest.raises(pagemark.HeapError, match="damaged"):
+        open_heap(repository)
 
 
 def test_the_example_is_killed_and_continues(tmp_path: Path) -> None:

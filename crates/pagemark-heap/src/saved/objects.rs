@@ -357,6 +357,14 @@ impl Objects {
         }
     }
 
+    /// The bytes of the live object at an address that was handed out.
+    pub fn object_bytes(&self, object: *const u8) -> Option<usize> {
+        let found = self.is_here().then(|| self.find(object))??;
+        let is_handed_out =
+            self.memory.offset(object).map(|offset| self.memory.at(offset).cast_const()) == Some(object);
+        is_handed_out.then(|| found.bytes())
+    }
+
     /// Like [`Objects::find`]. Ends the process if there is no object: what the program would do to
     /// the heap then would be saved.
     fn expect(&self, object: *const u8, operation: &str) -> Found {
