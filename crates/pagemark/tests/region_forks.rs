@@ -295,3 +295,28 @@ fn a_child_with_the_id_of_its_parent_is_another_process() {
         assert_oracle_eq!(wrong, 0, "{mechanism}: the step that is wrong");
     }
 }
+
+/// What the C library knows a thread by is used again for threads of the child.
+#[test]
+fn a_child_that_drops_a_region_of_its_parent_keeps_its_own_threads() {
+    let region = || {
+        let options = RegionOptions { mechanism: Some(Mechanism::Uffd), ..RegionOptions::default() };
+        Region::with_options(PAGES * PAGE_SIZE, options)
+    };
+    let inherited = match region() {
+        Ok(region) => region,
+        Err(error) => return pagemark_testing::skipped(&error.to_string()),
+    };
+    let status = child(|| {
+        let ends_well = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let own = region().unwrap();
+            own.begin().unwrap();
+            own.write(0, &[1]).unwrap();
+            own.commit().unwrap();
+            drop(inherited);
+            drop(own);
+        }));
+        i32::from(ends_well.is_err())
+    });
+    assert_eq!(status, 0, "the status of the child");
+}

@@ -258,8 +258,10 @@ impl Tracker for Uffd {
 
 impl Drop for Uffd {
     fn drop(&mut self) {
-        // A child made by `fork` has no such thread, and the descriptor belongs to the parent.
+        // A child made by `fork` has no such thread, and the descriptor belongs to the parent. Dropping
+        // the handle would detach another thread, which has the place of that one by now.
         if !self.process.is_here() {
+            std::mem::forget(self.handler.take());
             return;
         }
         // Closing the descriptor is not enough: a child may hold a copy, and writers would then
