@@ -2,12 +2,14 @@
 
 use std::ffi::{c_int, c_void};
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagemark::Mechanism;
-use pagemark::region::RegionOptions;
+use pagemark::region::{FormerMemory, RegionOptions};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
@@ -56,9 +58,26 @@ pub struct Region {
 
 /// A region, and the view of the buffer whose memory it has adopted.
 pub struct Held {
-    // Before the view, so that it is dropped first.
-    pub region: pagemark::Region,
+    pub region: ManuallyDrop<pagemark::Region>,
     _adopted: Option<PyUntypedBuffer>,
+    /// True once somebody has got the address of the memory.
+    is_known: AtomicBool,
+    /// That of the Python object, which exists longer.
+    former: Former,
+}
+
+/// The memory of a closed region. What is made of a buffer may have its address and no view, but
+/// keep the object, as `numpy.ndarray(shape, buffer=region)` does. Adopted memory is given back.
+type Former = Arc<Mutex<Option<FormerMemory>>>;
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // SAFETY: the region is not used again.
+        let former = unsafe { ManuallyDrop::take(&mut self.region) }.into_memory();
+        if self.is_known.load(Ordering::Relaxed) {
+            *self.former.lock().unwrap_or_else(PoisonError::into_inner) = Some(former);
+        }
+    }
 }
 
 struct State {
@@ -66,6 +85,9 @@ struct State {
     held: Option<Arc<Held>>,
     /// Views of the memory that exist.
     exports: usize,
+    /// The memory of a closed region, as long as the object exists. After `held`, which fills it
+    /// in.
+    _former: Former,
 }
 
 impl Region {
@@ -78,8 +100,9 @@ impl Region {
     /// Counts a view of the memory. Returns its start and size, or None if the region is closed.
     fn export(&self) -> Option<Exported> {
         let mut state = self.lock();
-        let region = &state.held.as_ref()?.region;
-        let memory = (region.as_ptr().cast::<c_void>(), region.bytes() as ffi::Py_ssize_t);
+        let held = state.held.as_ref()?;
+        held.is_known.store(true, Ordering::Relaxed);
+        let memory = (held.region.as_ptr().cast::<c_void>(), held.region.bytes() as ffi::Py_ssize_t);
         state.exports += 1;
         Some(memory)
     }
@@ -90,8 +113,10 @@ impl Region {
 
     fn of(region: pagemark::Region, has_rollback: bool, adopted: Option<PyUntypedBuffer>) -> Region {
         let mechanism = region.mechanism();
-        let held = Some(Arc::new(Held { region, _adopted: adopted }));
-        Region { state: Mutex::new(State { held, exports: 0 }), mechanism, has_rollback }
+        let former = Former::default();
+        let (region, is_known) = (ManuallyDrop::new(region), AtomicBool::new(false));
+        let held = Some(Arc::new(Held { region, _adopted: adopted, is_known, former: former.clone() }));
+        Region { state: Mutex::new(State { held, exports: 0, _former: former }), mechanism, has_rollback }
     }
 
     /// Runs an operation on the region that may take long, or wait for one, with the interpreter
@@ -363,7 +388,9 @@ impl Region {
         self.detached(py, |region| region.discard(start..stop))
     }
 
-    /// Unmaps the region. Raises BufferError as long as views of it exist. Snapshots stay readable.
+    /// Ends tracking and unmaps the region; memory that others have had the address of stays
+    /// mapped as long as the object exists. Raises BufferError as long as views of it exist.
+    /// Snapshots stay readable.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let held = {
             let mut state = self.lock();

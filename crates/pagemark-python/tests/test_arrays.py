@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from typing import Any
 
 import numpy
 import pagemark
@@ -198,3 +199,16 @@ def test_weak_references_end_with_their_objects() -> None:
     del snapshot
     gc.collect()
     assert not cache
+
+
+def test_an_array_that_is_no_view_stays_usable() -> None:
+    region = pagemark.Region(4096)
+    # NumPy releases the view, and keeps the object.
+    buffer: Any = region
+    array = numpy.ndarray((4096,), numpy.uint8, buffer=buffer)
+    array[7] = 5
+    region.close()
+    assert region.closed
+    del region, buffer
+    array[8] = array[7]
+    assert array[8] == 5

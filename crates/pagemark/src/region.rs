@@ -138,6 +138,12 @@ struct RegionMemory {
     _mapping: Option<Mapping>,
 }
 
+/// The memory of a region that is no more: it stays mapped as long as this exists.
+#[derive(Debug)]
+pub struct FormerMemory {
+    _mapping: Option<Mapping>,
+}
+
 struct State {
     tracker: Box<dyn Tracker>,
     /// The memory, and the pagemap that shows which of it is populated.
@@ -263,6 +269,14 @@ impl Region {
             process: OfThisProcess::new(),
             number,
         })
+    }
+
+    /// Ends tracking, as dropping the region does, and leaves its memory mapped as long as the
+    /// returned value exists. The memory of an adopted region stays in any case.
+    pub fn into_memory(self) -> FormerMemory {
+        let Region { state, saved, memory, .. } = self;
+        drop((state, saved));
+        FormerMemory { _mapping: memory._mapping }
     }
 
     /// The address of the region.
