@@ -13,7 +13,8 @@
  * not used afterwards; freeing null does nothing. A function that makes a handle and fails stores
  * null. Several threads may use a handle at once, and any thread may free it when no other thread
  * uses it. A region must outlive what pagemark_region_make_writable() made of it; snapshots and
- * stores may be freed in any order.
+ * stores may be freed in any order. A thread that is cancelled (pthread_cancel) in a call ends the
+ * call first.
  *
  * Offsets and ranges are in bytes from the start of the region.
  */

@@ -2,13 +2,13 @@
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
-use std::ptr::{NonNull, slice_from_raw_parts};
+use std::ptr::NonNull;
 
 use pagemark::ErrorKind;
 use pagemark::region::Changes as CoreChanges;
 
 use crate::region::Region;
-use crate::status::{Failure, Status, guard, make, present, value_or};
+use crate::status::{Failure, Status, guard, make, present, slice, value_or};
 
 /// The content of the written ranges after a transaction, and before it if it is known.
 pub struct Changes {
@@ -146,11 +146,8 @@ pub extern "C" fn pagemark_changes_decode(
 ) -> Status {
     make(changes, "changes", || {
         let from: NonNull<u8> = present(NonNull::new(from.cast_mut().cast()), "from")?;
-        if isize::try_from(bytes).is_err() {
-            return Err(Failure::new(Status::OutOfRange, format!("no memory has {bytes} bytes")));
-        }
         // SAFETY: the caller passes memory of this length.
-        let encoded = unsafe { &*slice_from_raw_parts(from.as_ptr(), bytes) };
+        let encoded = unsafe { slice(Some(from), bytes, "from")? };
         let decoded = CoreChanges::from_bytes(encoded).map_err(|error| match error.kind() {
             ErrorKind::Damaged | ErrorKind::NewerFormat { .. } => Failure::new(Status::Damaged, error.to_string()),
             _ => error.into(),

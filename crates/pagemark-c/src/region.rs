@@ -11,7 +11,7 @@ use pagemark::{Mechanism, RangeSet};
 
 use crate::ranges::{Range, Ranges, report};
 use crate::snapshot::Snapshot;
-use crate::status::{Failure, Status, guard, make, present, value_or};
+use crate::status::{Failure, Status, guard, guard_quick, make, present, slice, value_or};
 use crate::store::Store;
 
 /// A piece of this process's memory whose writes are tracked.
@@ -221,7 +221,7 @@ pub extern "C" fn pagemark_region_read(
     to: *mut c_void,
     bytes: usize,
 ) -> Status {
-    guard(|| {
+    guard_quick(|| {
         let region = &present(region, "region")?.region;
         let mut none = [];
         let to = if bytes == 0 {
@@ -247,7 +247,7 @@ pub extern "C" fn pagemark_region_write(
     from: *const c_void,
     bytes: usize,
 ) -> Status {
-    guard(|| {
+    guard_quick(|| {
         let region = &present(region, "region")?.region;
         let from = if bytes == 0 {
             &[][..]
@@ -348,13 +348,8 @@ pub extern "C" fn pagemark_region_snapshot_without(
 ) -> Status {
     make(snapshot, "snapshot", || {
         let region = &present(region, "region")?.region;
-        let forget = if count == 0 {
-            &[]
-        } else {
-            let forget = present(NonNull::new(forget.cast_mut()), "forget")?;
-            // SAFETY: the caller passes an array of this length.
-            unsafe { std::slice::from_raw_parts(forget.as_ptr(), count) }
-        };
+        // SAFETY: the caller passes an array of this length.
+        let forget = unsafe { slice(NonNull::new(forget.cast_mut()), count, "forget")? };
         if let Some(Range { start, end }) = forget.iter().find(|range| range.start > range.end) {
             return Err(Failure::new(
                 Status::InvalidArgument,

@@ -2,9 +2,10 @@
 
 use std::any::Any;
 use std::cell::RefCell;
-use std::ffi::{CString, c_char};
+use std::ffi::{CString, c_char, c_int};
 use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::NonNull;
 
 use pagemark::{Error, ErrorKind};
 
@@ -175,12 +176,51 @@ impl From<pagemark_saved_heap::Error> for Failure {
     }
 }
 
-/// Does what a call asks for. A failure is remembered, and so is a panic, which ends here.
+/// Does what a call asks for. A failure is remembered, and so is a panic, which ends here. The
+/// thread is not cancelled meanwhile: that would unwind what cannot be unwound, and end the
+/// process.
 pub(crate) fn guard(call: impl FnOnce() -> Result<(), Failure>) -> Status {
+    let _whole = WithoutCancellation::begin();
+    guard_quick(call)
+}
+
+/// Like [`guard`], for calls that cannot wait and make no system call.
+#[inline]
+pub(crate) fn guard_quick(call: impl FnOnce() -> Result<(), Failure>) -> Status {
     match catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(Failure::of_panic(&*panic))) {
         Ok(()) => Status::Ok,
         Err(failure) => failure.remember(),
     }
+}
+
+/// While a thread has it, `pthread_cancel` waits.
+struct WithoutCancellation {
+    before: c_int,
+}
+
+impl WithoutCancellation {
+    fn begin() -> WithoutCancellation {
+        const PTHREAD_CANCEL_DISABLE: c_int = 1;
+        WithoutCancellation { before: set_cancellation(PTHREAD_CANCEL_DISABLE) }
+    }
+}
+
+impl Drop for WithoutCancellation {
+    fn drop(&mut self) {
+        set_cancellation(self.before);
+    }
+}
+
+/// Sets whether the thread can be cancelled, and returns how that was.
+fn set_cancellation(state: c_int) -> c_int {
+    unsafe extern "C" {
+        // Not in the crate libc for all C libraries.
+        fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
+    }
+    let mut before = state;
+    // SAFETY: the call writes the number.
+    unsafe { pthread_setcancelstate(state, &raw mut before) };
+    before
 }
 
 /// Like [`guard`], for calls that answer with a value; `otherwise` after a failure.
@@ -204,6 +244,23 @@ pub(crate) fn make<T>(
         *out = Some(Box::new(call()?));
         Ok(())
     })
+}
+
+/// An array of the caller, which may be null if it is empty.
+///
+/// # Safety
+/// The pointer is that of so many values, which nobody changes as long as they are used.
+pub(crate) unsafe fn slice<'a, T>(pointer: Option<NonNull<T>>, count: usize, name: &str) -> Result<&'a [T], Failure> {
+    if count == 0 {
+        return Ok(&[]);
+    }
+    let pointer = present(pointer, name)?;
+    // No array is longer, and Rust does not allow one.
+    if count.checked_mul(size_of::<T>()).is_none_or(|bytes| bytes > isize::MAX as usize) {
+        return Err(Failure::new(Status::OutOfRange, format!("no memory has {count} values for {name}")));
+    }
+    // SAFETY: the caller passes an array of this length.
+    Ok(unsafe { std::slice::from_raw_parts(pointer.as_ptr(), count) })
 }
 
 /// What a pointer of that name points to.

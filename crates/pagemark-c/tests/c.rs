@@ -320,7 +320,7 @@ fn a_program_that_runs_loads_the_library() {
 #[test]
 fn misuse_is_refused() {
     let Some(installed) = Installed::new() else { return };
-    let program = installed.compile(&crate_path("tests/misuse.c"), &[]);
+    let program = installed.compile(&crate_path("tests/misuse.c"), &["-pthread"]);
     MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, ""));
 }
 
@@ -343,7 +343,7 @@ fn the_address_and_undefined_behaviour_sanitizers_find_nothing() {
         return;
     }
     for (source, expected) in [(workspace_path("examples/c/bank.c"), BANK), (crate_path("tests/misuse.c"), "")] {
-        let program = installed.compile(&source, &SANITIZERS);
+        let program = installed.compile(&source, &[&SANITIZERS[..], &["-pthread"]].concat());
         MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, expected));
     }
 }

@@ -2,8 +2,10 @@
 #define _DEFAULT_SOURCE
 #include "expect.h"
 
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -158,6 +160,8 @@ static void offsets(pagemark_region *region, pagemark_snapshot *snapshot)
     FAILS(pagemark_region_read_from(region, 987654, 0, 1, &count), SYSTEM, "reading into a region");
     FAILS(pagemark_region_snapshot_without(region, &backwards, 1, &made), INVALID_ARGUMENT, "ends before it starts");
     FAILS(pagemark_region_snapshot_without(region, &beyond, 1, &made), OUT_OF_RANGE, "not within");
+    FAILS(pagemark_region_snapshot_without(region, &beyond, SIZE_MAX / 16, &made), OUT_OF_RANGE, "no memory has");
+    FAILS(pagemark_region_snapshot_without(region, &beyond, SIZE_MAX, &made), OUT_OF_RANGE, "no memory has");
     FAILS(pagemark_snapshot_read(snapshot, bytes, &byte, 1), OUT_OF_RANGE, "not within");
     FAILS(pagemark_snapshot_read(snapshot, UINT64_MAX, &byte, 1), OUT_OF_RANGE, "not within");
     FAILS(pagemark_snapshot_read(snapshot, 0, &byte, (size_t)-1), OUT_OF_RANGE, "not within");
@@ -422,6 +426,32 @@ static void system_calls(pagemark_region *region)
     close(ends[1]);
 }
 
+static int ends_of_cancelled[2];
+
+static void *waits(void *region)
+{
+    size_t count = 0;
+
+    WORKS(pagemark_region_read_from(region, ends_of_cancelled[0], 0, 3, &count));
+    TRUE(count == 3);
+    return NULL;
+}
+
+/* A thread that is cancelled in a call ends the call first. */
+static void cancelled(pagemark_region *region)
+{
+    pthread_t thread;
+
+    TRUE(pipe(ends_of_cancelled) == 0 && pthread_create(&thread, NULL, waits, region) == 0);
+    usleep(50000);
+    TRUE(pthread_cancel(thread) == 0);
+    TRUE(write(ends_of_cancelled[1], "abc", 3) == 3 && pthread_join(thread, NULL) == 0);
+    WORKS(pagemark_region_begin(region));
+    WORKS(pagemark_region_commit(region, NULL));
+    close(ends_of_cancelled[0]);
+    close(ends_of_cancelled[1]);
+}
+
 /* A snapshot leaves by a repository, and comes back as a snapshot and as a region. */
 static void saved_snapshots(pagemark_region *region)
 {
@@ -552,6 +582,7 @@ int main(int argc, char **argv)
     forked_child(region);
     nested_handlers(region);
     system_calls(region);
+    cancelled(region);
     copies(region);
     replicas(region);
     saved_snapshots(region);
