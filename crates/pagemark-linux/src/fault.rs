@@ -42,10 +42,24 @@ pub enum Outcome {
     Crash,
 }
 
-/// A handler of write faults.
-pub trait WriteFault: Send + Sync {
+/// A handler of write faults. Safe code cannot make one:
+///
+/// ```compile_fail,E0200
+/// use pagemark_linux::fault::{Fault, Outcome, WriteFault};
+/// struct Other;
+/// impl WriteFault for Other {
+///     fn handle(&self, _: &mut Fault<'_>) -> Outcome {
+///         Outcome::Resume
+///     }
+/// }
+/// ```
+///
+/// # Safety
+/// [`WriteFault::handle`] is async-signal-safe, and changes the registers of the thread only so
+/// that it goes on as if the write had been executed.
+pub unsafe trait WriteFault: Send + Sync {
     /// Handles a write to the armed range. Runs in a signal handler on any thread, on several at
-    /// once, and in children made by `fork`. It must be async-signal-safe.
+    /// once, and in children made by `fork`.
     fn handle(&self, fault: &mut Fault<'_>) -> Outcome;
 }
 
@@ -133,7 +147,8 @@ fn use_stack() {
 /// Makes the page writable.
 struct Opens;
 
-impl WriteFault for Opens {
+// SAFETY: the handler makes one system call, and changes no register.
+unsafe impl WriteFault for Opens {
     fn handle(&self, fault: &mut Fault<'_>) -> Outcome {
         let start = fault.address.page_aligned_down();
         // SAFETY: the page is that of `check_registers`, which expects it.

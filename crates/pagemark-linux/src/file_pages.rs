@@ -36,7 +36,8 @@ impl FilePages {
         let bytes = bytes.to_usize();
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         let (any, flags) = (std::ptr::null_mut(), libc::MAP_SHARED | libc::MAP_NORESERVE);
-        let missing = MissingPages::of_this_process()?;
+        // SAFETY: only the mapping that is made here is registered, which nobody else knows.
+        let missing = unsafe { MissingPages::of_this_process()? };
         // SAFETY: a new mapping at an address that the kernel chooses touches no other memory.
         let start = unsafe { libc::mmap(any, bytes, protection, flags, file.as_raw_fd(), 0) };
         if start == libc::MAP_FAILED {

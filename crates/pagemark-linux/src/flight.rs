@@ -96,7 +96,10 @@ impl FlightBuffer {
     ///
     /// Memory that is freed and allocated again costs its zeroing each time, and much more under a
     /// hypervisor that reclaims freed memory of its guests.
-    pub fn lend_behind(&mut self, kept: usize) {
+    ///
+    /// # Safety
+    /// What is behind is written before it is read again: until then it can change at any moment.
+    pub unsafe fn lend_behind(&mut self, kept: usize) {
         let kept = kept.next_multiple_of(HUGE_PAGE).min(self.length);
         if kept < self.length {
             // SAFETY: the range lies in our own mapping, and `&mut self` shows that no slice of it
@@ -129,7 +132,8 @@ mod tests {
         buffer.open(6 << 20).unwrap();
         buffer.populate(0..8192);
         buffer.slice(0..6 << 20).fill(7);
-        buffer.lend_behind(1);
+        // SAFETY: nobody reads what is behind.
+        unsafe { buffer.lend_behind(1) };
         // The kernel handles the last pages later.
         assert!(lent_kib() >= 3 << 10);
         assert!(buffer.slice(0..2 << 20).iter().all(|&byte| byte == 7));

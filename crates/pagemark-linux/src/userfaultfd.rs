@@ -389,7 +389,10 @@ impl MissingPages {
     /// # Errors
     /// `EPERM`: this process may have no userfaultfd. `ENOSYS` or `EINVAL` before Linux 4.11.
     /// `EMFILE`.
-    pub fn of_this_process() -> io::Result<MissingPages> {
+    ///
+    /// # Safety
+    /// The caller registers only memory of which nobody expects that missing pages hold zeros.
+    pub unsafe fn of_this_process() -> io::Result<MissingPages> {
         // Before Linux 5.11 there is no user mode.
         let kernel_mode = |_| new_descriptor(MISSING_FLAGS);
         MissingPages::from_new(new_descriptor(FLAGS | libc::O_NONBLOCK).or_else(kernel_mode)?.descriptor)
@@ -574,7 +577,8 @@ mod tests {
 
     /// Registers memory of this process, whose pages are missing then.
     fn missing_pages(range: &Range) -> io::Result<MissingPages> {
-        let missing = MissingPages::of_this_process()?;
+        // SAFETY: the tests expect what they fill in.
+        let missing = unsafe { MissingPages::of_this_process()? };
         missing.register(range)?;
         Ok(missing)
     }

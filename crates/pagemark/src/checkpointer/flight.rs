@@ -311,7 +311,8 @@ impl Flight {
         self.prepared = 0;
         (self.current, self.used_bytes, self.total_bytes, self.superseded_bytes) = (0, 0, 0, 0);
         for (number, buffer) in self.buffers.iter_mut().enumerate() {
-            buffer.lend_behind(if number == 0 { KEPT_BYTES } else { 0 });
+            // SAFETY: what is read of a buffer was copied to it for the same checkpoint.
+            unsafe { buffer.lend_behind(if number == 0 { KEPT_BYTES } else { 0 }) };
         }
     }
 }

@@ -249,7 +249,9 @@ impl Drop for EmulatedRange {
     }
 }
 
-impl WriteFault for Shared {
+// SAFETY: the handler uses atomic numbers, and tables that were made before. Registers change as the
+// instruction that it executes changes them.
+unsafe impl WriteFault for Shared {
     fn handle(&self, fault: &mut Fault<'_>) -> Outcome {
         if !self.process.is_here() {
             return Outcome::Crash;

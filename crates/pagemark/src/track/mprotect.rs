@@ -157,7 +157,8 @@ struct Shared {
     process: OfThisProcess,
 }
 
-impl WriteFault for Shared {
+// SAFETY: the handler uses atomic numbers and system calls, and changes no register.
+unsafe impl WriteFault for Shared {
     fn handle(&self, fault: &mut Fault<'_>) -> Outcome {
         let opened = if !self.process.is_here() {
             // The child inherits the protection, but collects nothing. The gate may have been
