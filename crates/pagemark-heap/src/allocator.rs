@@ -6,6 +6,7 @@ use std::io::{self, BufWriter, Write};
 use std::ptr::null_mut;
 
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, Range, RangeSet};
+use pagemark_linux::shared_bytes::SharedBytes;
 use pagemark_linux::views::Views;
 
 use crate::Parts;
@@ -94,6 +95,9 @@ impl Allocator {
         let start = self.addresses().start;
         // Not an object: where the heap is the program's, it would be one of those that are written.
         let mut copy = [0; PAGE_SIZE];
+        // SAFETY: the first view is mapped as long as `self` lives, and is read only as far as it is
+        // used, which is open. What other threads write meanwhile is read by atomic operations.
+        let memory = unsafe { SharedBytes::new(self.space.views.start(), self.space.views.view_bytes().to_usize()) };
         for range in ranges.iter() {
             if range.start < start || range.end > start + self.space.used() {
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, "the range is not one of the heap"));
@@ -103,13 +107,7 @@ impl Allocator {
             out.write_all(&range.byte_count().get().to_ne_bytes())?;
             for offset in (0..bytes).step_by(PAGE_SIZE) {
                 let length = (bytes - offset).min(PAGE_SIZE);
-                // SAFETY: the first view is readable as far as it is used, as long as `self` lives,
-                // and the copy has room for `length` bytes. The program may write meanwhile; nothing is
-                // assumed of the bytes.
-                unsafe {
-                    let from = range.start.as_mut_ptr::<u8>().cast_const().add(offset);
-                    copy.as_mut_ptr().copy_from_nonoverlapping(from, length);
-                }
+                memory.read((range.start - start).to_usize() + offset, &mut copy[..length]);
                 out.write_all(&copy[..length])?;
             }
         }
