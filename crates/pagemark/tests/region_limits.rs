@@ -395,3 +395,25 @@ fn whatever_runs_out_nothing_is_lost() {
     }
     assert!(wrong.is_empty(), "{wrong}");
 }
+
+/// Each page that is open between protected ones takes two mappings.
+#[test]
+fn a_region_leaves_mappings_to_the_program() {
+    let most: usize = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    if most > 1 << 18 {
+        return pagemark_testing::skipped("a process may have too many mappings to reach their number");
+    }
+    let options =
+        RegionOptions { mechanism: Some(Mechanism::Mprotect), without_rollback: true, ..RegionOptions::default() };
+    let region = Region::with_options((most + 2000) * PAGE_SIZE, options).unwrap();
+    for round in 0..2 {
+        region.begin().unwrap();
+        (0..most + 2000).step_by(2).for_each(|page| region.write(page * PAGE_SIZE, &[round]).unwrap());
+        let mappings = std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
+        assert!(mappings < most / 4 * 3, "{mappings} of {most} mappings are used");
+        let written = region.commit().unwrap();
+        let is_written = |page: usize| written.contains((page * PAGE_SIZE).into());
+        assert_oracle!((0..most + 2000).step_by(2).all(is_written), "a write was missed");
+        assert!(!is_written(1) && !is_written(1001), "pages are opened alone as long as there are few");
+    }
+}

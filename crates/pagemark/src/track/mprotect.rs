@@ -178,6 +178,7 @@ pub(super) struct ByMprotect;
 
 impl WriteProtection for ByMprotect {
     const IS_IDEMPOTENT: bool = true;
+    const TAKES_MAPPINGS: bool = true;
 
     fn unprotect(&self, range: &Range) -> io::Result<()> {
         // SAFETY: restores the access that the program has without tracking.

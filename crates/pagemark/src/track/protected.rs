@@ -2,7 +2,10 @@
 //! `uffd` and `emulate`.
 
 use std::io;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use pagemark_linux::at_fork::made_once;
 use pagemark_linux::gate::Gate;
 use pagemark_linux::own_mappings::OwnMapping;
 use pagemark_linux::room;
@@ -16,6 +19,8 @@ pub(super) trait WriteProtection: Send + Sync {
     /// True if protecting protected pages again costs nothing. Then the span from the first open
     /// page to the last is closed in one step.
     const IS_IDEMPOTENT: bool;
+    /// True if each run of open pages takes mappings, of which a process has a limited number.
+    const TAKES_MAPPINGS: bool = false;
     /// Permits writes to `range`. Async-signal-safe if the fault handler is a signal handler.
     fn unprotect(&self, range: &Range) -> io::Result<()>;
     /// Makes the next write to each page of `range` fault. Protected pages stay protected.
@@ -35,6 +40,27 @@ pub(super) struct Protected<P> {
     protection: P,
     gate: Gate,
     open: PageBits,
+    /// How many runs of open pages there are at most, and how many all ranges may have together.
+    runs: AtomicUsize,
+    most_runs: usize,
+}
+
+/// The runs of open pages of all ranges of the process that take mappings.
+static RUNS: AtomicUsize = AtomicUsize::new(0);
+
+/// Pages that are opened together once most of the runs are used, and once more than those are.
+const WIDE_PAGES: [usize; 2] = [64, 4096];
+
+/// How many runs of open pages a process may have before more pages are opened at once: with two
+/// mappings each, they take half of what the kernel permits. The rest is for the program.
+fn most_runs() -> usize {
+    /// `vm.max_map_count` by default.
+    const DEFAULT: usize = 65_530;
+    static MOST: OnceLock<usize> = OnceLock::new();
+    *made_once(&MOST, || {
+        let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
+        text.trim().parse().unwrap_or(DEFAULT) / 4
+    })
 }
 
 /// Buffer for the pages that were open. It is allocated before the gate is closed: a handler that
@@ -51,7 +77,9 @@ impl<P: WriteProtection> Protected<P> {
     /// `ENOMEM`
     pub fn new(range: Range, unit: usize, protection: P) -> io::Result<Self> {
         let pages = range.page_range().page_count() as usize;
-        Ok(Protected { range, unit, protection, gate: Gate::default(), open: PageBits::new(pages)? })
+        let (gate, open, runs) = (Gate::default(), PageBits::new(pages)?, AtomicUsize::new(0));
+        let most_runs = if P::TAKES_MAPPINGS { most_runs() } else { usize::MAX };
+        Ok(Protected { range, unit, protection, gate, open, runs, most_runs })
     }
 
     pub fn range(&self) -> &Range {
@@ -80,6 +108,7 @@ impl<P: WriteProtection> Protected<P> {
     }
 
     fn open_pages(&self, pages: std::ops::Range<usize>) -> io::Result<()> {
+        let pages = if P::TAKES_MAPPINGS { self.count_run(pages) } else { pages };
         self.open.set(pages.clone());
         // Each open page can split a mapping, and the number of mappings is limited. The whole
         // range as one mapping is always possible.
@@ -87,6 +116,32 @@ impl<P: WriteProtection> Protected<P> {
             self.open.set(self.indices(&self.range));
             self.protection.unprotect(&self.range)
         })
+    }
+
+    /// Counts pages that are to be opened as a run, unless they lengthen one. Returns the pages
+    /// around them that are opened with them, so that the rest of the program has mappings left.
+    fn count_run(&self, pages: std::ops::Range<usize>) -> std::ops::Range<usize> {
+        let all = self.range.page_range().page_count() as usize;
+        let is_open = |page: usize| self.open.contains_all(page..page + 1);
+        let lengthens = pages.start > 0 && is_open(pages.start - 1) || pages.end < all && is_open(pages.end);
+        if !lengthens {
+            self.runs.fetch_add(1, Ordering::Relaxed);
+            RUNS.fetch_add(1, Ordering::Relaxed);
+        }
+        let (used, quarter) = (RUNS.load(Ordering::Relaxed), self.most_runs / 4);
+        let wide = match used.saturating_sub(self.most_runs) {
+            0 => return pages,
+            more if more < quarter => WIDE_PAGES[0],
+            more if more < 2 * quarter => WIDE_PAGES[1],
+            _ => return 0..all,
+        };
+        let wide = wide.next_multiple_of(self.unit);
+        pages.start / wide * wide..pages.end.next_multiple_of(wide).min(all)
+    }
+
+    /// Forgets the runs, all of whose pages are closed.
+    fn forget_runs(&self) {
+        RUNS.fetch_sub(self.runs.swap(0, Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// Opens the pages that `range` touches, from outside of handlers.
@@ -132,7 +187,9 @@ impl<P: WriteProtection> Protected<P> {
             } else {
                 taken.runs(|run| self.protect_unpinned(run, pinned))
             };
-            if result.is_err() {
+            if result.is_ok() {
+                self.forget_runs();
+            } else {
                 // Some pages may be closed already. A write opens them again.
                 let _ = taken.runs(|run| {
                     self.open.set(run);
@@ -205,6 +262,12 @@ impl<P: WriteProtection> Protected<P> {
     fn addresses(&self, pages: std::ops::Range<usize>) -> Range {
         let first = self.range.start.page();
         (first + pages.start as u64..first + pages.end as u64).addresses()
+    }
+}
+
+impl<P> Drop for Protected<P> {
+    fn drop(&mut self) {
+        RUNS.fetch_sub(*self.runs.get_mut(), Ordering::Relaxed);
     }
 }
 
