@@ -111,6 +111,14 @@ impl ObjectMapping {
         }
     }
 
+    /// The addresses in the mapping at which `others`, mappings in the order of their addresses,
+    /// show the same.
+    pub fn parts_within(&self, others: &[ObjectMapping]) -> impl Iterator<Item = Range> {
+        let first = others.partition_point(|other| other.range.end <= self.range.start);
+        let overlapping = others[first..].iter().take_while(|other| other.range.start < self.range.end);
+        overlapping.filter_map(|other| self.same(other))
+    }
+
     /// The addresses in the mapping at which `other` shows the same.
     fn same(&self, other: &ObjectMapping) -> Option<Range> {
         let is_same = self.object == other.object
@@ -143,9 +151,7 @@ impl ObjectWrites {
     pub fn follow(&mut self, mappings: &[ObjectMapping]) {
         for old in std::mem::replace(&mut self.mappings, mappings.to_vec()) {
             let mut gone = RangeSet::from(old.range.clone());
-            let first = mappings.partition_point(|new| new.range.end <= old.range.start);
-            let overlapping = mappings[first..].iter().take_while(|new| new.range.start < old.range.end);
-            overlapping.filter_map(|new| old.same(new)).for_each(|common| gone.remove(common));
+            old.parts_within(mappings).for_each(|common| gone.remove(common));
             self.written.extend(gone.iter().map(|part| (old.object, old.offsets(&part))));
         }
     }
@@ -244,6 +250,24 @@ mod tests {
         assert_eq!(shown("3000", 0x2000..0x4000), [(0x10000, 0x11000)]);
         assert_eq!(shown("3000", 0..0x100000), [(0x10000, 0x20000)]);
         assert_eq!(shown("3000", 0..0x3000), []);
+    }
+
+    #[test]
+    fn a_mapping_that_is_split_shows_what_it_showed() {
+        let (major, minor) = DEVICE.unwrap();
+        let at = |range: &str, offset: &str| {
+            mapping(&format!("{range} rw-s {offset} {major:02x}:{minor:02x} 7 /dev/zero (deleted)")).unwrap()
+        };
+        let left = |others: &[ObjectMapping]| {
+            let mapping = at("10000-20000", "5000");
+            let mut left = RangeSet::from(mapping.range.clone());
+            mapping.parts_within(others).for_each(|shown| left.remove(shown));
+            left.iter().map(|range| (range.start.get(), range.end.get())).collect::<Vec<_>>()
+        };
+        assert_eq!(left(&[at("10000-18000", "5000"), at("18000-30000", "d000")]), []);
+        assert_eq!(left(&[at("10000-18000", "5000"), at("18000-20000", "e000")]), [(0x18000, 0x20000)]);
+        assert_eq!(left(&[at("0-12000", "1000"), at("20000-30000", "15000")]), [(0x10000, 0x20000)]);
+        assert_eq!(left(&[]), [(0x10000, 0x20000)]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The memory of one process, tracked and read from outside.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -426,9 +426,12 @@ impl AddressSpace {
         }
         if !moment.is_frozen() && !scanned.is_empty() {
             let now = maps::read(self.thread).map_err(|source| self.system("read the mappings of", source))?;
-            let now: HashSet<ObjectMapping> = self.tracked_mappings(&now).into_iter().collect();
-            let changed = scanned.iter().filter(|(mapping, _)| !now.contains(mapping));
-            changed.for_each(|(_, written)| dirty.extend(written));
+            let now = self.tracked_mappings(&now);
+            for (mapping, mut written) in scanned {
+                // A mapping that is split or extended shows what it showed.
+                mapping.parts_within(&now).for_each(|shown| written.remove(shown));
+                dirty.extend(&written);
+            }
         }
         self.check_alive()
     }

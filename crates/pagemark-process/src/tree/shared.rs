@@ -11,7 +11,7 @@
 //! since tracking takes page tables. Objects that a process outside of the tree maps are left to
 //! whoever saves the state.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -54,6 +54,9 @@ const PIECE: ByteCount = ByteCount::new(2 << 20);
 /// lengthens the freeze by some 0.1 ms, and CRIU saves 1 MiB in 0.7 ms.
 const MANY_OBJECTS: usize = 128;
 const SHORT: ByteCount = ByteCount::new(256 << 10);
+
+/// How often the mappings of an object are read anew to open it.
+const OPEN_TRIES: u32 = 3;
 
 /// The size of a block of a file's status.
 const BLOCK: u64 = 512;
@@ -282,7 +285,9 @@ impl SharedObjects {
             }
         }
         for object in self.objects.values_mut().filter(|_| may_begin) {
-            let is_tracked = may_track(object) && (!self.is_tracked || tracked_bytes <= *MOST_MAPPED);
+            let has_part = object.space.is_some() || object.has_part(places_of(mappings, &object.id));
+            let may_be_scanned = !self.is_tracked || has_part && tracked_bytes <= *MOST_MAPPED;
+            let is_tracked = may_track(object) && may_be_scanned;
             match object.space {
                 None if is_tracked => {
                     (object.space, object.is_whole) = (Some(*next_space), true);
@@ -415,6 +420,21 @@ impl SharedObject {
 
     /// Opens the object through one of its mappings. Stays closed if all of them are gone.
     fn open(&mut self, mapped: &[Mapped]) -> Result<()> {
+        self.open_by(mapped)?;
+        for _ in 0..OPEN_TRIES {
+            if self.file.is_some() {
+                break;
+            }
+            // A mapping that is split or extended meanwhile is found by its new addresses.
+            let pids: BTreeSet<i32> = mapped.iter().map(|(pid, _)| *pid).collect();
+            let now = pids.into_iter().flat_map(|pid| mappings_by(pid).into_iter().map(move |mapping| (pid, mapping)));
+            let now: Vec<Mapped> = now.filter(|(_, mapping)| mapping.object == self.id).collect();
+            self.open_by(&now)?;
+        }
+        Ok(())
+    }
+
+    fn open_by(&mut self, mapped: &[Mapped]) -> Result<()> {
         for (pid, mapping) in mapped {
             match File::open(proc::mapped_file(*pid, &mapping.range)) {
                 Ok(file) => {
@@ -461,10 +481,16 @@ impl SharedObject {
         Ok(data.iter().map(whole).collect())
     }
 
+    /// True if it is known which part is to be tracked. That of a large object, which may be far
+    /// larger than its data, is known once it has been open.
+    fn has_part(&self, mapped: &[Mapped]) -> bool {
+        self.file.is_some() || longest(mapped) <= SMALL
+    }
+
     /// How much of the mappings is tracked, each counted. Once the part is chosen, a large object
     /// is open, or its mappings are gone, such as those of a child that has exited.
     fn tracked_bytes(&self, mapped: &[Mapped]) -> ByteCount {
-        if self.file.is_none() && longest(mapped) > SMALL {
+        if !self.has_part(mapped) {
             return ByteCount::ZERO;
         }
         mapped.iter().flat_map(|(_, mapping)| mapping.addresses(&self.part)).map(|part| part.byte_count()).sum()
@@ -567,8 +593,12 @@ fn longest(mapped: &[Mapped]) -> ByteCount {
 
 /// The objects that a process maps; none if it has ended.
 fn mapped_by(pid: i32) -> Vec<ObjectId> {
+    mappings_by(pid).into_iter().map(|mapping| mapping.object).collect()
+}
+
+fn mappings_by(pid: i32) -> Vec<ObjectMapping> {
     let mappings = proc::live_thread(pid).and_then(|thread| proc::maps::read(thread).ok()).unwrap_or_default();
-    mappings.iter().filter_map(ObjectId::of_mapping).collect()
+    mappings.iter().filter_map(ObjectMapping::of).collect()
 }
 
 /// True if a process maps the object there, or elsewhere.
@@ -579,16 +609,18 @@ fn is_mapped_by(pid: i32, object: ObjectId, range: &Range) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::ptr::NonNull;
+
     use nix::sys::memfd::{MFdFlags, memfd_create};
-    use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+    use nix::sys::mman::{MapFlags, ProtFlags, mmap, mprotect, munmap};
 
     use super::*;
 
     /// The reserved size of the memory of a heap.
     const RESERVED: usize = 64 << 30;
 
-    #[test]
-    fn an_object_whose_mappings_are_gone_takes_no_page_tables() {
+    /// Memory of a heap, and its mapping.
+    fn heap() -> (*mut libc::c_void, Mapped) {
         let file = memfd_create(c"pagemark-heap", MFdFlags::MFD_CLOEXEC).unwrap();
         let length = RESERVED.try_into().unwrap();
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
@@ -597,18 +629,42 @@ mod tests {
         let start = unsafe { mmap(None, length, protection, flags, &file, 0) }.unwrap();
         let pid = std::process::id() as i32;
         let at = Address::of(start.as_ptr().cast::<u8>());
-        let mappings = proc::maps::read(pid).unwrap();
-        let mapping = mappings.iter().find(|mapping| mapping.start == at).and_then(ObjectMapping::of).unwrap();
-        let mapped = [(pid, mapping)];
+        let mapping = mappings_by(pid).into_iter().find(|mapping| mapping.range.start == at).unwrap();
+        (start.as_ptr(), (pid, mapping))
+    }
 
+    fn unmap(start: *mut libc::c_void) {
+        // SAFETY: the mapping is that of a test, and nothing refers to it.
+        unsafe { munmap(NonNull::new(start).unwrap(), RESERVED) }.unwrap();
+    }
+
+    #[test]
+    fn an_object_whose_mappings_are_gone_takes_no_page_tables() {
+        let (start, mapped) = heap();
+        let mapped = [mapped];
         let mut known = SharedObject::new(mapped[0].1.object);
         known.choose_part(&mapped).unwrap();
         assert_eq!((known.file.is_some(), known.tracked_bytes(&mapped)), (true, ByteCount::ZERO), "it holds no data");
-        // SAFETY: the mapping is this test's, and nothing refers to it.
-        unsafe { munmap(start, RESERVED) }.unwrap();
+        unmap(start);
         // The list of the mappings was read before.
         let mut gone = SharedObject::new(mapped[0].1.object);
         gone.choose_part(&mapped).unwrap();
         assert_eq!((gone.file.is_some(), gone.tracked_bytes(&mapped)), (false, ByteCount::ZERO));
+        assert!(!gone.has_part(&mapped), "all of it would be scanned");
+    }
+
+    /// As when a heap grows after the list of the mappings was read.
+    #[test]
+    fn an_object_whose_mapping_was_split_takes_no_page_tables() {
+        let (start, mapped) = heap();
+        // SAFETY: the mapping is this test's, and nothing refers to it.
+        unsafe { mprotect(NonNull::new(start).unwrap(), 1 << 20, ProtFlags::PROT_READ) }.unwrap();
+        let mapped = [mapped];
+        assert!(!proc::mapped_file(mapped[0].0, &mapped[0].1.range).exists());
+        let mut object = SharedObject::new(mapped[0].1.object);
+        object.choose_part(&mapped).unwrap();
+        assert!(object.file.is_some() && object.has_part(&mapped));
+        assert_eq!(object.part.as_deref(), Some(&RangeSet::new()), "it holds no data");
+        unmap(start);
     }
 }
