@@ -75,7 +75,11 @@ impl Machine {
                 return Err(if hint < PROGRAM_START { libc::EPERM } else { libc::ENOMEM }.into());
             }
             if has(libc::MAP_FIXED_NOREPLACE) && !space.mappings.is_free(hint, hint + len) {
-                return Err(libc::EEXIST.into());
+                // A child does not have what its parent has mapped with MADV_DONTFORK.
+                self.reload_or_fail(&mut space)?;
+                if !space.mappings.is_free(hint, hint + len) {
+                    return Err(libc::EEXIST.into());
+                }
             }
             hint
         } else {
