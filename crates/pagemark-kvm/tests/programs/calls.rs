@@ -94,20 +94,20 @@ fn files(checked: &mut Checked) {
     let two = |at: *mut u8| [(at, 100usize), (at.wrapping_add(2 * PAGE_SIZE), 200)];
     checked.of("readv", |at| call!(SYS_readv, fd, two(at).as_ptr(), 2));
     checked.of("preadv", |at| call!(SYS_preadv, fd, two(at).as_ptr(), 2, 0, 0));
-    checked.of("preadv2", |at| call!(SYS_preadv2, fd, two(at).as_ptr(), 2, 0, 0, 0));
+    checked.of("preadv2", |at| call!(SYS_preadv2, fd, two(at).as_ptr(), 2, 0, 0, 0usize));
     let many = |at: *mut u8| (0..20).map(|index| (at.wrapping_add(index), 1usize)).collect::<Vec<_>>();
     checked.of("readv of many", |at| call!(SYS_preadv, fd, many(at).as_ptr(), 20, 0, 0));
     let bytes = [5u8; 100];
     let here = (bytes.as_ptr(), bytes.len());
     checked.of("process_vm_readv", |at| {
-        call!(SYS_process_vm_readv, std::process::id(), [(at, 100usize)].as_ptr(), 1, &raw const here, 1, 0)
+        call!(SYS_process_vm_readv, std::process::id(), [(at, 100usize)].as_ptr(), 1, &raw const here, 1, 0usize)
     });
     checked.of("process_vm_writev", |at| {
-        call!(SYS_process_vm_writev, std::process::id(), &raw const here, 1, [(at, 100usize)].as_ptr(), 1, 0)
+        call!(SYS_process_vm_writev, std::process::id(), &raw const here, 1, [(at, 100usize)].as_ptr(), 1, 0usize)
     });
     let itself = std::process::id();
     checked.of("process_vm_writev by a child", |at| {
-        by_child(|| call!(SYS_process_vm_writev, itself, &raw const here, 1, [(at, 100usize)].as_ptr(), 1, 0))
+        by_child(|| call!(SYS_process_vm_writev, itself, &raw const here, 1, [(at, 100usize)].as_ptr(), 1, 0usize))
     });
     let memory = std::fs::File::options().write(true).open(format!("/proc/{itself}/mem")).expect("the memory");
     let to = memory.as_raw_fd();
@@ -164,7 +164,7 @@ fn sockets(checked: &mut Checked) {
     let send = || other.send(&[9; 300]).expect("room for it");
     send();
     checked.of("ioctl", |at| call!(SYS_ioctl, fd, libc::FIONREAD, at));
-    checked.of("recvfrom", |at| call!(SYS_recvfrom, fd, at, 300, 0, 0, 0));
+    checked.of("recvfrom", |at| call!(SYS_recvfrom, fd, at, 300, 0, 0, 0usize));
     send();
     checked.of("recvmsg", |at| {
         let buffer = (at, 300usize);
@@ -367,7 +367,7 @@ fn at_any_time(mechanism: Mechanism) {
                     let id = std::process::id();
                     let result = match at % 3 {
                         0 => call!(SYS_getrandom, base + at, 9000, 0),
-                        1 => call!(SYS_process_vm_readv, id, to.as_ptr(), 2, from.as_ptr(), 1, 0),
+                        1 => call!(SYS_process_vm_readv, id, to.as_ptr(), 2, from.as_ptr(), 1, 0usize),
                         _ => call!(SYS_uname, base + at),
                     };
                     assert!(result >= 0, "{}", std::io::Error::last_os_error());
