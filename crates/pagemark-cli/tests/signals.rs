@@ -14,6 +14,9 @@ use pagemark_testing::{assert_oracle, skip, wait_for};
 use subject::{Subject, criu_on, has_criu, status_field};
 use support::{Pagemark, Runner, is_alive, kill_and_wait};
 
+/// Field of the file `stat`: processor time in user mode.
+const USER_TIME: usize = 14;
+
 /// The subject, which appends to a file, as the program of `pagemark run`.
 struct Run {
     runner: Runner,
@@ -284,5 +287,42 @@ fn a_process_that_is_continued_all_the_time_is_saved() {
     run.goes_on("the program to go on", || {});
     kill_and_wait(target);
     pagemark.done(&["restore", "--detach", "subject"]);
+    kill_and_wait(target);
+}
+
+/// Programs that limit the processor time of others, as cpulimit does, stop and continue them all
+/// the time. CRIU then fails at times, but what it leaves must not end the program.
+#[test]
+fn a_process_that_is_stopped_and_continued_all_the_time_goes_on() {
+    const THREADS: &str = "import threading, time\n\
+        for _ in range(6): threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n\
+        open('ready', 'w').close()\n\
+        while True: pass";
+    if !has_criu() {
+        skip!("no CRIU");
+    }
+    let pagemark = Pagemark::new();
+    let runner = pagemark.run(&["--job", "limited", "--every", "10ms"], &["python3", "-c", THREADS]);
+    let target = runner.target();
+    let send = |signal| {
+        assert_oracle!(is_alive(target), "a checkpoint has ended the program: {}", pagemark.log());
+        kill(Pid::from_raw(target), signal).expect("it runs");
+    };
+    let begin = Instant::now();
+    let mut round = 0;
+    wait_for("checkpoints", || {
+        for _ in 0..20 {
+            round += 1;
+            send(Signal::SIGSTOP);
+            std::thread::sleep(Duration::from_millis(round % 11));
+            send(Signal::SIGCONT);
+            std::thread::sleep(Duration::from_millis(round * 7 % 31));
+        }
+        let taken = pagemark.checkpoints("limited").len();
+        (taken >= 10 && begin.elapsed() > Duration::from_secs(8)).then_some(())
+    });
+    let used = || stat::number(&std::fs::read(format!("/proc/{target}/stat")).expect("it runs"), USER_TIME);
+    let before = used();
+    wait_for("the program to go on", || (used() > before).then_some(()));
     kill_and_wait(target);
 }

@@ -161,10 +161,12 @@ pub fn is_exiting(thread: i32) -> bool {
     signal_info(thread).is_ok_and(|info| info.si_code == libc::SIGTRAP | libc::PTRACE_EVENT_EXIT << 8)
 }
 
+/// Where PTRACE_POKEUSER has the register that enables the hardware breakpoints of a thread.
+pub const DEBUG_CONTROL: usize = std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
+
 /// Disables the hardware breakpoints of a stopped thread.
 pub fn clear_breakpoints(thread: i32) -> Result<()> {
-    const CONTROL: usize = std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
-    request(libc::PTRACE_POKEUSER, thread, CONTROL, 0)
+    request(libc::PTRACE_POKEUSER, thread, DEBUG_CONTROL, 0)
 }
 
 /// Waits for the next stop of a tracee, and returns its status as `waitpid` does. None when the

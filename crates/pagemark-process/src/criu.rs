@@ -33,6 +33,7 @@ pub(crate) mod owners;
 mod record_changes;
 mod records;
 pub(crate) mod regular_files;
+mod releases;
 mod shortened;
 mod smaps;
 pub mod stdio;

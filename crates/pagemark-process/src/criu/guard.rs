@@ -48,6 +48,7 @@ use super::job_stops;
 use super::leave_code::leave_code;
 use super::memory_copies::{self, Copier, Copies};
 use super::records::Records;
+use super::releases;
 use super::traced_stops::TracedStops;
 use crate::container::{self, MissedEnd};
 use crate::spawn;
@@ -208,8 +209,9 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &mut [Original], sockets: Opti
                     prefer(criu_pid);
                     is_preferred = true;
                 }
-                let is_undone =
-                    copies.take_signal(criu_pid, signal) || signal == libc::SIGCHLD && continued.resume(criu_pid);
+                let is_undone = copies.take_signal(criu_pid, signal)
+                    || releases::take_signal(criu_pid, signal)
+                    || signal == libc::SIGCHLD && continued.resume(criu_pid);
                 resume_criu(if is_undone { 0 } else { signal })
             }
             _ => resume_criu(0),

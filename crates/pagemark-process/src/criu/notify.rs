@@ -59,13 +59,14 @@ pub(super) struct SubmittedCalls {
     pub registers: bool,
     /// Each `lseek` to the next data of a file.
     pub data: bool,
-    /// Each `ptrace` that attaches to a thread (PTRACE_SEIZE), but for those that are left out, and
-    /// each `kill` by SIGSTOP or SIGTSTP.
+    /// Each `ptrace` that attaches to a thread (PTRACE_SEIZE), but for those that are left out, or
+    /// releases one, and each `kill` by SIGSTOP or SIGTSTP.
     pub stops: bool,
 }
 
 /// Requests of `ptrace`, and the set of registers.
 pub(super) const SEIZE: u32 = 0x4206;
+pub(super) const DETACH: u32 = libc::PTRACE_DETACH;
 pub(super) const GET_SIGNAL_MASK: u32 = 0x420a;
 const GET_REGISTER_SET: u32 = 0x4204;
 const VECTOR_REGISTERS: u32 = 0x202;
@@ -129,11 +130,11 @@ const PRLIMIT: usize = 12;
 const OPENAT: usize = 20;
 const OPENAT_RELATIVE: usize = 25;
 const PTRACE: usize = 27;
-const LSEEK: usize = 33;
-const KILL: usize = 35;
-const SUBMIT: usize = 38;
-const ALLOW: usize = 39;
-const SEIZE_THREAD: usize = 40;
+const LSEEK: usize = 34;
+const KILL: usize = 36;
+const SUBMIT: usize = 39;
+const ALLOW: usize = 40;
+const SEIZE_THREAD: usize = 41;
 
 /// The filter without the threads. Its last statement loads the thread that CRIU attaches to.
 fn filter_of_calls(submitted: SubmittedCalls) -> Vec<libc::sock_filter> {
@@ -175,17 +176,18 @@ fn filter_of_calls(submitted: SubmittedCalls) -> Vec<libc::sock_filter> {
         // `ptrace`
         load(argument(0)),
         jump(28, SEIZE, if stops { SEIZE_THREAD } else { ALLOW }, 29),
-        jump(29, GET_SIGNAL_MASK, submit_if(registers), 30),
-        jump(30, GET_REGISTER_SET, 31, ALLOW),
+        jump(29, DETACH, submit_if(stops), 30),
+        jump(30, GET_SIGNAL_MASK, submit_if(registers), 31),
+        jump(31, GET_REGISTER_SET, 32, ALLOW),
         load(argument(2)),
-        jump(32, VECTOR_REGISTERS, submit_if(registers), ALLOW),
+        jump(33, VECTOR_REGISTERS, submit_if(registers), ALLOW),
         // `lseek`
         load(argument(2)),
-        jump(34, libc::SEEK_DATA as u32, SUBMIT, ALLOW),
+        jump(35, libc::SEEK_DATA as u32, SUBMIT, ALLOW),
         // `kill`
         load(argument(1)),
-        jump(36, libc::SIGSTOP as u32, SUBMIT, 37),
-        jump(37, libc::SIGTSTP as u32, SUBMIT, ALLOW),
+        jump(37, libc::SIGSTOP as u32, SUBMIT, 38),
+        jump(38, libc::SIGTSTP as u32, SUBMIT, ALLOW),
         answer(libc::SECCOMP_RET_USER_NOTIF),
         answer(libc::SECCOMP_RET_ALLOW),
         // `ptrace(PTRACE_SEIZE)`

@@ -16,9 +16,17 @@
 //! One SIGCHLD can stand for several changes: the kernel has one of them pending at most. Where
 //! the process was stopped before, the SIGCHLD that says that it was continued hides that of the
 //! stop. Where SIGCONT was sent to a process group, the stop of one process hides those of others.
+//! So the guard looks at the thread that CRIU waits for, too.
+//!
+//! CRIU follows the first thread to the end of CRIU's code from one system call to the next. Until
+//! then, a stop is resumed in the same way.
+//!
+//! The kernel lets CRIU wait for a stop before it sends SIGCHLD for it. Where CRIU fails for this,
+//! [`Releases`](super::releases::Releases) keeps the thread from dying of it.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 
 use pagemark_linux::proc::{self, Fields, Status};
 use pagemark_linux::ptrace::{self, Registers};
@@ -68,13 +76,23 @@ impl TracedStops {
         // SAFETY: the kernel has filled in a SIGCHLD.
         let (thread, status) = unsafe { (info.si_pid(), info.si_status()) };
         let is_asked_to_stop = info.si_code == libc::CLD_TRAPPED && status == libc::SIGSTOP;
-        if !is_asked_to_stop && !matches!(info.si_code, libc::CLD_STOPPED | libc::CLD_CONTINUED) {
+        let Ok(registers) = ptrace::registers(criu_pid) else { return false };
+        let hidden =
+            awaited(&registers).filter(|&awaited| awaited != thread && is_hidden(criu_pid, &registers, awaited));
+        let is_other = !is_asked_to_stop && !matches!(info.si_code, libc::CLD_STOPPED | libc::CLD_CONTINUED);
+        if is_other && hidden.is_none() {
             return false;
         }
         self.instruction = self.instruction.or_else(|| {
-            let before = ptrace::registers(criu_pid).ok()?.rip.checked_sub(ptrace::SYSCALL_BYTES)?;
+            let before = registers.rip.checked_sub(ptrace::SYSCALL_BYTES)?;
             ptrace::is_system_call(criu_pid, before).ok()?.then_some(before)
         });
+        if let Some(hidden) = hidden {
+            self.resume_thread(criu_pid, hidden, 0);
+        }
+        if is_other {
+            return false;
+        }
         if is_asked_to_stop {
             return self.resume_thread(criu_pid, thread, libc::SIGSTOP).is_some();
         }
@@ -109,12 +127,20 @@ impl TracedStops {
         let is_call = self.injected.get(&process_id).is_some_and(|injected| injected.contains(&address));
         // The first thread carries out CRIU's commands. At their end, CRIU stops it.
         let is_commanded = !is_call && thread == process_id;
-        if is_commanded && !expects_no_stop(criu_pid)
+        let is_stepped = is_commanded && waits_for_any(criu_pid);
+        if is_commanded && !is_stepped && !expects_no_stop(criu_pid)
             || !is_call && !code_of_criu(process_id).iter().any(|code| code.contains(&address))
         {
             return None;
         }
-        resume_by(criu_pid, self.instruction?, thread, signal, !is_commanded)?;
+        let how = if is_stepped {
+            How::Stepped
+        } else if is_commanded {
+            How::Commanded
+        } else {
+            How::Called
+        };
+        resume_by(criu_pid, self.instruction?, thread, signal, how)?;
         if signal == libc::SIGSTOP {
             self.asked_to_stop.insert(process_id, true);
         }
@@ -122,9 +148,50 @@ impl TracedStops {
     }
 }
 
+/// The thread that CRIU waits for, has waited for, or has just resumed.
+fn awaited(registers: &Registers) -> Option<i32> {
+    let thread = match registers.orig_rax as i64 {
+        _ if is_in_wait(registers) => registers.rdi,
+        libc::SYS_ptrace if registers.rdi == u64::from(libc::PTRACE_CONT) => registers.rsi,
+        _ => return None,
+    };
+    i32::try_from(thread).ok().filter(|&thread| thread > 0)
+}
+
+/// True if a thread has a stop like that of SIGCONT, which CRIU takes next or has just taken.
+fn is_hidden(criu_pid: i32, registers: &Registers, thread: i32) -> bool {
+    is_unreported_stop(thread) || taken_status(criu_pid, registers, thread).is_some_and(is_event_stop)
+}
+
+/// The status of a thread that CRIU has just taken by `wait4`.
+fn taken_status(criu_pid: i32, registers: &Registers, thread: i32) -> Option<u64> {
+    if registers.orig_rax as i64 != libc::SYS_wait4 || registers.rax as i64 != i64::from(thread) {
+        return None;
+    }
+    let mut status = [0; 4];
+    proc::open_memory(criu_pid).ok()?.read_exact_at(&mut status, registers.rsi).ok()?;
+    Some(u64::from(u32::from_ne_bytes(status)) >> 8)
+}
+
 /// True if a thread has a stop like that of SIGCONT, for which nobody has waited yet.
 fn is_unreported_stop(thread: i32) -> bool {
-    unreported(thread).is_some_and(|code| code >> 8 == libc::PTRACE_EVENT_STOP as u64)
+    unreported(thread).is_some_and(is_event_stop)
+}
+
+/// True if this is what `wait` returns, without the lowest byte, for a stop like that of SIGCONT.
+fn is_event_stop(code: u64) -> bool {
+    code >> 8 == libc::PTRACE_EVENT_STOP as u64
+}
+
+/// True if CRIU follows a thread to the end of CRIU's code, from one system call to the next.
+fn waits_for_any(criu_pid: i32) -> bool {
+    ptrace::registers(criu_pid).is_ok_and(|registers| is_in_wait(&registers) && registers.rdi as i32 == -1)
+}
+
+/// True if CRIU waits, has just waited, or is about to wait again.
+fn is_in_wait(registers: &Registers) -> bool {
+    let number = if registers.orig_rax == u64::MAX { registers.rax } else { registers.orig_rax };
+    number as i64 == libc::SYS_wait4
 }
 
 /// True if CRIU has a handler for SIGCHLD, which ends CRIU: it expects no thread to stop.
@@ -134,20 +201,31 @@ fn expects_no_stop(criu_pid: i32) -> bool {
     caught.is_some_and(|caught| caught & CHILD != 0)
 }
 
+/// What a thread does for CRIU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum How {
+    /// It makes a call, for whose end CRIU waits.
+    Called,
+    /// It carries out commands, and CRIU expects no stop.
+    Commanded,
+    /// It goes to the end of CRIU's code, and CRIU waits for each of its system calls.
+    Stepped,
+}
+
 /// Makes CRIU, which is stopped, resume a thread that it traces, by the instruction `syscall` at an
 /// address, and deliver a signal to the thread, unless that is 0. If CRIU has waited for the
-/// thread, which it may have if `is_waited_for`, it waits again. None if that is not possible, and
-/// CRIU is as it was.
-fn resume_by(criu_pid: i32, instruction: u64, thread: i32, signal: i32, is_waited_for: bool) -> Option<()> {
+/// thread, it waits again. None if that is not possible, and CRIU is as it was.
+fn resume_by(criu_pid: i32, instruction: u64, thread: i32, signal: i32, how: How) -> Option<()> {
     let original = ptrace::registers(criu_pid).ok()?;
     let is_result = original.orig_rax as i64 == libc::SYS_wait4 && original.rax as i64 == i64::from(thread);
-    let has_waited = is_waited_for && is_result;
+    let has_waited = how != How::Commanded && is_result;
     if !has_waited && unreported(thread)? == 0 {
         return None;
     }
     let mask = ptrace::signal_mask(criu_pid).ok()?;
     ptrace::set_signal_mask(criu_pid, u64::MAX).ok()?;
-    let arguments = [u64::from(libc::PTRACE_CONT), thread as u64, 0, signal as u64, 0, 0];
+    let request = if how == How::Stepped { libc::PTRACE_SYSCALL } else { libc::PTRACE_CONT };
+    let arguments = [u64::from(request), thread as u64, 0, signal as u64, 0, 0];
     let result = ptrace::system_call(criu_pid, instruction, &original, libc::SYS_ptrace, arguments);
     if result == Ok(None) {
         // The process is at its exit, and must not be resumed.

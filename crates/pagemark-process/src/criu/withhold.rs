@@ -15,7 +15,7 @@
 //! CAP_SYS_RESOURCE for processes of other users, and the calls by which CRIU keeps what it found
 //! out about the kernel ([`KernelData`]), reads the flags of mappings ([`smaps`]), attaches to
 //! threads ([`Machines`]), records registers ([`RecordChanges`]), and stops processes again
-//! ([`Stops`]).
+//! ([`Stops`]), and releases threads ([`Releases`]).
 //!
 //! Of large mappings that are withheld, CRIU learns the first page alone ([`super::shortened`]).
 //!
@@ -44,8 +44,9 @@ use pagemark_trace::objects::ObjectId;
 use super::kernel_data::{self, KernelData};
 use super::late_sockets::LateSockets;
 use super::machines::Machines;
-use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, SEIZE, SubmittedCalls};
+use super::notify::{Answer, CREATING, Call, DETACH, GET_SIGNAL_MASK, Listener, SEIZE, SubmittedCalls};
 use super::record_changes::RecordChanges;
+use super::releases::Releases;
 use super::shortened::ShortenedMapping;
 use super::stops::Stops;
 use super::{Criu, smaps};
@@ -108,6 +109,7 @@ impl Withholding {
             kernel_data: criu.kernel_data.clone(),
             resumed: RecordChanges::new(criu.interrupted.clone()),
             stops: Stops::default(),
+            releases: Releases::default(),
             listed_mappings: 0,
             shortened: HashMap::new(),
             written: None,
@@ -142,6 +144,7 @@ struct Answers {
     kernel_data: KernelData,
     resumed: RecordChanges,
     stops: Stops,
+    releases: Releases,
     listed_mappings: u32,
     shortened: HashMap<i32, Vec<ShortenedMapping>>,
     /// The file into which CRIU writes what it found out about the kernel.
@@ -212,7 +215,8 @@ impl Answers {
         }
     }
 
-    /// Lets the kernel answer a `ptrace` by which CRIU attaches to a thread, or records it.
+    /// Lets the kernel answer a `ptrace` by which CRIU attaches to a thread, records or
+    /// releases it.
     fn answer_ptrace(&mut self, call: &Call) -> Option<Answer> {
         let [request, thread, _, address, ..] = call.arguments;
         let thread = thread as i32;
@@ -220,6 +224,10 @@ impl Answers {
             self.stops.attaching(thread);
             let is_ready = self.machines.as_ref().is_none_or(Machines::park);
             return Some(if is_ready { Answer::Continue } else { Answer::Return(-i64::from(libc::EPERM)) });
+        }
+        if request == u64::from(DETACH) {
+            self.releases.releasing(call, &self.listener);
+            return Some(Answer::Continue);
         }
         if request == u64::from(GET_SIGNAL_MASK) {
             // CRIU has stopped all processes, and looks at their sockets later.
