@@ -175,6 +175,11 @@ impl Thread {
                     }
                 }
                 Ok(Exit::NoMemory) => self.on_no_memory(),
+                Ok(Exit::SplitLock) => {
+                    self.last_fault = (0, 17, 0);
+                    self.force(&fault_info(libc::SIGBUS as u32, code::BUS_ADRALN, 0));
+                    self.vcpu.commit();
+                }
                 Ok(Exit::Parked) => {
                     let generation = self.vcpu.generation();
                     drop(self.use_kvm());

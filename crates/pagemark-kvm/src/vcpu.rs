@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use kvm_bindings::{
-    CpuId, KVM_EXIT_DIRTY_RING_FULL, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_IO, KVM_EXIT_SHUTDOWN,
-    Msrs, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
+    CpuId, KVM_EXIT_DIRTY_RING_FULL, KVM_EXIT_EXCEPTION, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_IO,
+    KVM_EXIT_SHUTDOWN, Msrs, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
 };
 use kvm_ioctls::{SyncReg, VcpuFd};
 
@@ -45,6 +45,9 @@ const LEAST_SUSPENSION: i64 = 1_000_000;
 const MOST_ATTEMPTS: u32 = 20;
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 
+/// The exception of an access that is not aligned.
+const ALIGNMENT_CHECK: u32 = 17;
+
 /// Why the program left the virtual CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
@@ -58,6 +61,8 @@ pub enum Exit {
     NoMemory,
     /// The ring of written pages has no room: it must be emptied.
     RingFull,
+    /// An atomic access to two lines of the cache, which the host does not allow.
+    SplitLock,
     /// The process has given up the virtual CPU, so that its state can be saved.
     Parked,
     /// KVM cannot go on; the text says why.
@@ -230,6 +235,17 @@ impl Vcpu {
         (self.sregs, self.call_stub) = (sregs, stubs.call);
         self.fd.get_kvm_run().immediate_exit = 0;
         Ok(())
+    }
+
+    /// The program goes on elsewhere. An exception that KVM is about to raise is of the instruction
+    /// that was interrupted, and comes again when that is executed.
+    pub(crate) fn forget_exception(&self) {
+        // A virtual CPU that was given up forgets it too.
+        let Ok(mut events) = self.fd.get_vcpu_events() else { return };
+        if events.exception.injected | events.exception.pending != 0 {
+            events.exception = Default::default();
+            let _ = self.fd.set_vcpu_events(&events);
+        }
     }
 
     /// Sets the registers that a program cannot change, but for those of its segments.
@@ -435,9 +451,9 @@ impl Vcpu {
             None => self.attempts = 0,
         }
         // SAFETY: plain numbers, of which the kernel filled those of the exit's reason.
-        let (port, internal, entry) = unsafe {
+        let (port, internal, entry, exception) = unsafe {
             let of = &run.__bindgen_anon_1;
-            (of.io.port, of.internal.suberror, of.fail_entry.hardware_entry_failure_reason)
+            (of.io.port, of.internal.suberror, of.fail_entry.hardware_entry_failure_reason, of.ex.exception)
         };
         Ok(match reason {
             KVM_EXIT_IO if port == stubs::CALL_PORT => {
@@ -453,6 +469,7 @@ impl Vcpu {
                 Exit::Exception(self.exception((port - stubs::EXCEPTION_PORT) as u8))
             }
             KVM_EXIT_DIRTY_RING_FULL => Exit::RingFull,
+            KVM_EXIT_EXCEPTION if exception == ALIGNMENT_CHECK => Exit::SplitLock,
             KVM_EXIT_SHUTDOWN => Exit::Stuck(Stuck::Shutdown),
             KVM_EXIT_INTERNAL_ERROR => Exit::Stuck(Stuck::Internal(internal)),
             KVM_EXIT_FAIL_ENTRY => Exit::Stuck(Stuck::Entry(entry)),
@@ -594,15 +611,19 @@ mod tests {
         machine.put_vcpu(vcpu);
     }
 
-    /// The program that begins did not cause it.
+    /// Neither the program that begins nor a handler did cause it.
     #[test]
-    fn an_exception_on_its_way_does_not_reach_the_next_program() {
+    fn an_exception_on_its_way_does_not_reach_what_follows() {
         let machine = machine_or_skip!();
         let vcpu = machine.take_vcpu().expect("the first");
         let mut events = vcpu.fd.get_vcpu_events().expect("KVM_GET_VCPU_EVENTS");
         events.exception.injected = 1;
         events.exception.nr = 14;
         events.exception.has_error_code = 1;
+        vcpu.fd.set_vcpu_events(&events).expect("KVM_SET_VCPU_EVENTS");
+        vcpu.forget_exception();
+        let now = vcpu.fd.get_vcpu_events().expect("KVM_GET_VCPU_EVENTS");
+        assert_eq!((now.exception.injected, now.exception.pending), (0, 0));
         vcpu.fd.set_vcpu_events(&events).expect("KVM_SET_VCPU_EVENTS");
         machine.put_vcpu(vcpu);
         let vcpu = machine.take_vcpu().expect("the same");

@@ -338,6 +338,7 @@ impl Thread {
         }
         let state = {
             let _in_use = self.use_kvm();
+            self.vcpu.forget_exception();
             save_state(&self.vcpu).map_err(|_| Fault)?
         };
         let alternate = self.alternate;
