@@ -26,7 +26,9 @@ use crate::writes::Writes;
 mod breakpoints;
 mod calls;
 mod leaving;
+mod vsyscall;
 
+use breakpoints::Breakpoint;
 use calls::Outcome;
 use calls::signal::{AlternateStack, fault_info};
 
@@ -231,6 +233,9 @@ impl Thread {
             return;
         }
         if vector == 14 {
+            if error & FAULT_FETCH != 0 && self.calls_by_address(address) {
+                return;
+            }
             let most = if self.search.is_some() { PAGE } else { TABLE_SPAN };
             if let Some(search) = &mut self.search {
                 (search.last, search.code) = (Some(address), error);
@@ -257,10 +262,8 @@ impl Thread {
             0 => (libc::SIGFPE, code::FPE_INTDIV, instruction),
             1 => (libc::SIGTRAP, self.trap_code(), instruction),
             3 => {
-                if breakpoints::is_foreign(instruction.wrapping_sub(1)) {
-                    let text = "there is a breakpoint in its code that its file does not have, for example of a uprobe, \
-                                which the machine does not have; the program gets SIGTRAP";
-                    self.process.report(u64::MAX, text);
+                if self.passes_breakpoint() {
+                    return;
                 }
                 (libc::SIGTRAP, code::SI_KERNEL, 0)
             }
@@ -278,6 +281,28 @@ impl Thread {
             }
         };
         self.force(&fault_info(signal as u32, code, address));
+    }
+
+    /// Goes back to a breakpoint that is not the program's, after it was taken out. False if it is
+    /// the program's, or cannot be taken out.
+    fn passes_breakpoint(&mut self) -> bool {
+        let at = self.vcpu.registers().rip.wrapping_sub(1);
+        let is_out = match breakpoints::at(at) {
+            Breakpoint::Own => return false,
+            Breakpoint::Gone => true,
+            Breakpoint::Foreign(original) => {
+                let _announced = self.announcer.announce(&self.machine, Writes::to(at, 1));
+                breakpoints::take_out(at, original)
+            }
+        };
+        let effect = if is_out { "has it no more, and the tracer does not see it" } else { "gets SIGTRAP" };
+        let text = "there is a breakpoint in its code that its file does not have, for example of a uprobe, which the \
+                    machine does not have; the program";
+        self.process.report(u64::MAX, &format!("{text} {effect}"));
+        if is_out {
+            self.vcpu.registers().rip = at;
+        }
+        is_out
     }
 
     /// PVM does not know the instruction `int N` (#UD). On a processor it is a trap for N = 3, and

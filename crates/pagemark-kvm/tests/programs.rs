@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 34] = [
+const PROGRAMS: [(&str, &[&str]); 35] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -136,7 +136,8 @@ const PROGRAMS: [(&str, &[&str]); 34] = [
     ("forks", &[]),
     ("stack", &[]),
     ("limits", &["-pthread"]),
-    ("breakpoint", &[]),
+    ("breakpoint", &["-pthread"]),
+    ("vsyscall", &[]),
     ("corners", &[]),
     ("masks", &[]),
     ("missing_pages", &["-pthread"]),
@@ -436,15 +437,55 @@ fn programs_that_limit_their_data() {
     same(compiled("limits", dir.path(), &["-pthread"]), &[], dir.path());
 }
 
-/// The program gets a signal for a breakpoint that it does not have outside, and learns why.
+/// A breakpoint that its file does not have is not the program's.
 #[test]
-fn breakpoints_of_others_are_reported() {
+fn breakpoints_of_others_are_taken_out() {
     need_machine!();
     let dir = dir();
-    let (outside, inside) = both(&compiled("breakpoint", dir.path(), &[]), &[], dir.path());
-    assert_eq!(inside.status, outside.status);
+    let program = compiled("breakpoint", dir.path(), &["-pthread"]);
+    let (untouched, _) = both(&program, &[], dir.path());
+    let (_, inside) = both(&program, &["breakpoint"], dir.path());
+    assert_eq!((inside.status, &inside.stdout), (untouched.status, &untouched.stdout), "{inside:?}");
     let text = String::from_utf8_lossy(&inside.stderr);
     assert!(text.contains("a breakpoint in its code that its file does not have"), "{text}");
+}
+
+/// Has the host's kernel trace a function of `$0`, and runs it outside and by `$1`.
+const TRACED: &str = r#"
+mkdir tracing && mount -t tracefs none tracing && test -e tracing/uprobe_events || exit 77
+offset=0x$(nm "$0" | awk '$3 == "traced" { print $1 }')
+event=pagemark_$$
+echo "p:$event/traced $0:$(printf 0x%x $offset)" >> tracing/uprobe_events || exit 77
+echo 1 > tracing/events/$event/traced/enable
+"$0"; echo "status $?"
+"$1" "$0"; echo "status $?"
+echo 0 > tracing/events/$event/traced/enable
+echo "-:$event/traced" >> tracing/uprobe_events
+"#;
+
+#[test]
+fn programs_that_are_traced_by_uprobes() {
+    need_machine!();
+    if !is_root() || find("nm").is_none() {
+        pagemark_testing::skip!("needs root, and nm");
+    }
+    let dir = dir();
+    let program = compiled("breakpoint", dir.path(), &["-pthread"]);
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", TRACED]).arg(&program).arg(MACHINE).current_dir(dir.path());
+    let output = output(command);
+    if output.status.code() == Some(77) {
+        pagemark_testing::skip!("no uprobes here: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    let once = "10, a child 0x700\nstatus 0\n";
+    assert_eq!(String::from_utf8_lossy(&output.stdout), once.repeat(2), "{output:?}");
+}
+
+#[test]
+fn calls_by_the_page_at_the_end() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("vsyscall", dir.path(), &[]), &[], dir.path());
 }
 
 /// A program that has as many files open as it may still gets threads and children.
