@@ -100,6 +100,9 @@ pub fn run(
         Some(inherited) => inherited_image(inherited, path, arguments)?,
         None => Image::open(path, arguments).map_err(|refused| not_runnable(path, &refused))?,
     };
+    if inherited.is_none() {
+        sys::limits::begin();
+    }
     let device = match inherited {
         Some(inherited) => machine::take_over(inherited.device)?,
         None => machine::open()?,

@@ -70,6 +70,8 @@ pub struct Mapping {
 pub struct Mappings {
     /// By start: the end and the protection.
     ranges: BTreeMap<u64, (u64, Protection)>,
+    /// Bytes of all of them.
+    bytes: u64,
     /// Where nothing more is to be found.
     full: Full,
 }
@@ -110,19 +112,25 @@ fn power(len: u64) -> usize {
 impl Mappings {
     /// No mappings; free addresses are searched below `top`.
     pub fn below(top: u64) -> Mappings {
-        Mappings { ranges: BTreeMap::new(), full: Full::below(top) }
+        Mappings { ranges: BTreeMap::new(), bytes: 0, full: Full::below(top) }
     }
 
     /// Forgets all ranges, without a look at them: a killed child may have left them half changed.
     pub fn abandon(&mut self) {
         std::mem::forget(std::mem::take(&mut self.ranges));
+        self.bytes = 0;
         self.full = Full::below(self.full.limit);
     }
 
     /// Takes the ranges of `other`.
     pub fn replace(&mut self, other: Mappings) {
-        self.ranges = other.ranges;
+        (self.ranges, self.bytes) = (other.ranges, other.bytes);
         self.full = Full::below(self.full.limit);
+    }
+
+    /// How many bytes are mapped.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// All mappings, in ascending order.
@@ -168,6 +176,7 @@ impl Mappings {
             // `within` cuts, so the whole range is looked up again.
             let Some(whole) = self.find(part.start) else { continue };
             self.ranges.remove(&whole.start);
+            self.bytes -= part.end - part.start;
             if whole.start < start {
                 self.ranges.insert(whole.start, (start, whole.protection));
             }
@@ -183,6 +192,7 @@ impl Mappings {
             return;
         }
         self.cut(start, end);
+        self.bytes += end - start;
         let (mut from, mut to) = (start, end);
         if let Some((&before, &(last, same))) = self.ranges.range(..start).next_back()
             && last == start
@@ -286,6 +296,7 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(&pages(&mappings), &model);
+                prop_assert_eq!(mappings.bytes(), model.iter().flatten().count() as u64 * PAGE);
                 prop_assert_eq!(mappings.is_free(from, to), model[start as usize..end as usize].iter().all(Option::is_none));
                 let all: Vec<Mapping> = mappings.iter().collect();
                 prop_assert!(all.windows(2).all(|pair| pair[0].end < pair[1].start

@@ -20,6 +20,7 @@ pub mod guard_page;
 pub mod host_call;
 pub mod host_vdso;
 pub mod leaving;
+pub mod limits;
 pub mod noted_writes;
 pub mod other_process;
 pub mod owned_lock;

@@ -429,12 +429,21 @@ fn stacks_follow_their_limit() {
     same(compiled("stack", dir.path(), &[]), &[], dir.path());
 }
 
-/// What the monitor has is not data of the program.
+/// What the monitor has is neither data of the program nor at its addresses.
 #[test]
-fn programs_that_limit_their_data() {
+fn programs_that_limit_their_memory() {
     need_machine!();
     let dir = dir();
-    same(compiled("limits", dir.path(), &["-pthread"]), &[], dir.path());
+    let program = compiled("limits", dir.path(), &["-pthread"]);
+    same(&program, &[], dir.path());
+    same(&program, &["addresses"], dir.path());
+    // Who started the machine may have set one that can be raised.
+    let run = |machine: Option<&str>| {
+        let mut command = Command::new("sh");
+        command.args(["-c", "ulimit -Sv 614400; exec \"$@\"", "sh"]).args(machine).arg(&program).arg("given");
+        output(command)
+    };
+    assert_eq!(run(Some(MACHINE)), run(None));
 }
 
 /// A breakpoint that its file does not have is not the program's.

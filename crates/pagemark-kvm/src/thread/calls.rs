@@ -82,6 +82,11 @@ impl From<i64> for Outcome {
     }
 }
 
+/// Whether the number of a process, as a call has it, is that of the caller.
+fn is_own_process(process: u64) -> bool {
+    process as u32 == 0 || host_call::is_of_this_process(process)
+}
+
 /// Whether a call stops at a link as that to the program is: the kernel then sees to it.
 fn stops_at_links(call: &Call) -> bool {
     const NO_LINKS: u64 = libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_SYMLINKS;
@@ -168,6 +173,12 @@ impl Thread {
             // The kernel could not stop a sequence of the program. C libraries do without, and libraries for input
             // and output without rings: kernels may have neither. A report would be in each program's output.
             libc::SYS_rseq | libc::SYS_io_uring_setup => Err(libc::ENOSYS.into()),
+            // Those two need their address, and the kernel says so.
+            libc::SYS_getrlimit if a as u32 == libc::RLIMIT_AS && b != 0 => self.limit_addresses(0, b).map(done),
+            libc::SYS_setrlimit if a as u32 == libc::RLIMIT_AS && b != 0 => self.limit_addresses(b, 0).map(done),
+            libc::SYS_prlimit64 if b as u32 == libc::RLIMIT_AS && is_own_process(a) => {
+                self.limit_addresses(c, arguments[3]).map(done)
+            }
             libc::SYS_userfaultfd => self.pass(userfault::open(call)),
             libc::SYS_ioctl => self.pass(userfault::ioctl(call)?),
             _ if number == machine_calls::CALL => self.track(arguments).map(done),
@@ -223,7 +234,7 @@ impl Thread {
         let own_limit = match call.number as i64 {
             libc::SYS_landlock_restrict_self => return execution::note_rules(),
             libc::SYS_setrlimit => first,
-            libc::SYS_prlimit64 if third != 0 && (first == 0 || host_call::is_of_this_process(first)) => second,
+            libc::SYS_prlimit64 if third != 0 && is_own_process(first) => second,
             _ => return,
         };
         if own_limit as u32 == libc::RLIMIT_STACK {

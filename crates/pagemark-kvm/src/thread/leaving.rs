@@ -14,7 +14,7 @@ use super::calls::signal::{Frame, save_state};
 use crate::layout::PROGRAM_START;
 use crate::sys::arguments::{self, ProgramMap};
 use crate::sys::signals::INFO_BYTES;
-use crate::sys::{descriptors, leaving, program_memory};
+use crate::sys::{descriptors, leaving, limits, program_memory};
 
 /// The vector state begins at a multiple of it.
 const STATE_ALIGN: usize = 64;
@@ -67,6 +67,7 @@ impl Thread {
         let _ = arguments::leave_to_program(&ProgramMap { code, data, heap, stack, auxiliary });
         // SAFETY: the descriptors of KVM are closed already, and nothing of the monitor goes on.
         unsafe { descriptors::close_all_but(&[]) };
+        limits::end();
         self.process.leave_actions().map_err(io::Error::from_raw_os_error)
     }
 }

@@ -4,7 +4,7 @@
 use crate::layout::{PAGE, PROGRAM_END, PROGRAM_START, TABLE_SPAN, is_program, page_ceil, page_floor};
 use crate::machine::{Machine, Space};
 use crate::mappings::{Protection, on_host};
-use crate::sys::{descriptors, host_call};
+use crate::sys::{descriptors, host_call, limits};
 
 use super::Refusal;
 
@@ -36,6 +36,18 @@ fn host(number: i64, arguments: [u64; 6]) -> std::result::Result<i64, i32> {
     // monitor lies.
     let result = unsafe { host_call::immediate(number, arguments) };
     host_call::errno(result).map_or(Ok(result), Err)
+}
+
+/// `ENOMEM` if the program's limit does not allow it to have `bytes` more.
+fn check_limit(space: &Space, bytes: u64) -> std::result::Result<(), Refusal> {
+    let limit = limits::of_program();
+    let is_allowed = limit == libc::RLIM_INFINITY || space.mappings.bytes().saturating_add(bytes) <= limit;
+    if is_allowed { Ok(()) } else { Err(libc::ENOMEM.into()) }
+}
+
+/// How many bytes of `start..end` are mapped.
+fn bytes_within(space: &Space, start: u64, end: u64) -> u64 {
+    space.mappings.within(start, end).iter().map(|part| part.end - part.start).sum()
 }
 
 impl Machine {
@@ -98,6 +110,7 @@ impl Machine {
             };
             place.ok_or(libc::ENOMEM)?
         };
+        check_limit(&space, len - bytes_within(&space, start, start + len))?;
         let was_free = space.mappings.is_free(start, start + len);
         self.clear(&mut space, start, start + len);
         // Where nothing is known to be mapped, nothing may be replaced.
@@ -203,6 +216,7 @@ impl Machine {
             drop(space);
             return self.munmap(old + new_len, old_len - new_len).map(|_| old as i64);
         }
+        check_limit(&space, if keeps { new_len } else { new_len.saturating_sub(old_len) })?;
         let in_place = !is_fixed && !keeps && old_len > 0 && is_program(old, new_len);
         if in_place && space.mappings.is_free(old + old_len, old + new_len) {
             match host(libc::SYS_mremap, [old, old_len, new_len, 0, 0, 0]) {
@@ -258,6 +272,7 @@ impl Machine {
         let may_execute = if has(libc::SHM_EXEC) { libc::PROT_EXEC } else { 0 };
         let protection = Protection::new((libc::PROT_READ | may_write | may_execute) as u64);
         let mut space = self.space();
+        check_limit(&space, if hint == 0 { len } else { len - bytes_within(&space, hint, hint + len) })?;
         // Where the kernel has a mapping that was not known, there is another place.
         for is_last in [false, true] {
             let start = if hint != 0 { hint } else { space.mappings.place_aligned(len, PAGE).ok_or(libc::ENOMEM)? };
@@ -301,7 +316,8 @@ impl Machine {
         }
         let (old_page, new_page) = (now.next_multiple_of(PAGE), end.next_multiple_of(PAGE));
         if new_page > old_page {
-            if !space.mappings.is_free(old_page, new_page) {
+            let has_room = check_limit(&space, new_page - old_page).is_ok();
+            if !has_room || !space.mappings.is_free(old_page, new_page) {
                 return Ok(now as i64);
             }
             let protection = (libc::PROT_READ | libc::PROT_WRITE) as u64;

@@ -2,10 +2,11 @@
 
 use crate::layout::{PROGRAM_END, is_program};
 use crate::sys::host_call::Call;
+use crate::sys::{limits, program_memory};
 use crate::thread::Thread;
 use crate::writes::Writes;
 
-use super::{Outcome, Refusal, files};
+use super::{Outcome, Refusal, files, os_error};
 
 const ARCH_SET_GS: u64 = 0x1001;
 const ARCH_SET_FS: u64 = 0x1002;
@@ -72,6 +73,22 @@ impl Thread {
             }
             _ => Err(Refusal::lacking(libc::EINVAL, format!("operation {operation}"))),
         }
+    }
+
+    /// Changes the limit of the address space, and says what it was.
+    pub(super) fn limit_addresses(&mut self, new: u64, old: u64) -> Result<i64, Refusal> {
+        if files::is_monitor(new) || files::is_monitor(old) {
+            return Err(libc::EFAULT.into());
+        }
+        let limit = match new {
+            0 => None,
+            new => program_memory::read_words(new, 2)?.try_into().ok(),
+        };
+        let before = limits::change(limit).map_err(|error| os_error(&error))?;
+        if old != 0 {
+            self.write_words(old, &before)?;
+        }
+        Ok(0)
     }
 
     /// `set_tid_address`.
