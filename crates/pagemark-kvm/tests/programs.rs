@@ -98,6 +98,8 @@ macro_rules! program {
     };
 }
 
+#[path = "programs/differences.rs"]
+mod differences;
 #[path = "programs/execution.rs"]
 mod execution;
 #[path = "programs/large.rs"]
@@ -108,7 +110,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 35] = [
+const PROGRAMS: [(&str, &[&str]); 38] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -138,6 +140,9 @@ const PROGRAMS: [(&str, &[&str]); 35] = [
     ("limits", &["-pthread"]),
     ("breakpoint", &["-pthread"]),
     ("vsyscall", &[]),
+    ("counted", &["-shared", "-fPIC"]),
+    ("differences", &["-pthread"]),
+    ("differences", &["-pthread", "-static"]),
     ("corners", &[]),
     ("masks", &[]),
     ("missing_pages", &["-pthread"]),
