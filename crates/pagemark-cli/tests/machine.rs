@@ -583,7 +583,9 @@ fn library(directory: &Path, code: &str) -> Option<PathBuf> {
 fn start_with(library: &Path, program: &[&str]) -> Child {
     let monitor = Path::new(env!("CARGO_BIN_EXE_pagemark")).with_file_name("pagemark-kvm");
     let mut command = Command::new(monitor);
-    command.args(program).env("LD_PRELOAD", library).current_dir(library.parent().expect("a directory"));
+    command.args(program).current_dir(library.parent().expect("a directory"));
+    // The program has its own, which is none.
+    command.env("LD_PRELOAD", library).env(pagemark_kvm::start::PRELOAD, "");
     in_own_session(command.stdin(Stdio::null())).spawn().expect("the monitor")
 }
 

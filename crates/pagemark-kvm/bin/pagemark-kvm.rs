@@ -49,6 +49,8 @@ fn begin() -> u8 {
         Some(option) if option.starts_with(b"-") => return fail(USAGE),
         Some(_) => {}
     }
+    // If this fails, they are the monitor's too.
+    let _ = pagemark_kvm::leave_variables_to_program();
     let arguments: Vec<OsString> = arguments.collect();
     let Some(name) = arguments.first() else { return fail(USAGE) };
     let path = find(name);

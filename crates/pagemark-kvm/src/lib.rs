@@ -44,6 +44,7 @@ mod write_list;
 mod writes;
 
 use std::ffi::{CStr, CString};
+use std::os::unix::ffi::OsStringExt;
 use std::sync::Arc;
 
 pub use error::{Error, ErrorKind};
@@ -75,6 +76,23 @@ pub fn tells_time() -> Result<bool, Error> {
 /// process must have no other thread, which could change it.
 pub fn environment() -> Vec<CString> {
     sys::arguments::environment()
+}
+
+/// Executes this process's file again with the same arguments, if its environment is not
+/// [`start::undisturbed`]. The process must have no other thread.
+///
+/// # Errors
+/// The kernel does not execute it.
+pub fn leave_variables_to_program() -> Result<(), Error> {
+    let (now, path) = (environment(), c"/proc/self/exe");
+    let environment = start::undisturbed(&now);
+    if environment == now {
+        return Ok(());
+    }
+    let arguments: Vec<CString> =
+        std::env::args_os().filter_map(|argument| CString::new(argument.into_vec()).ok()).collect();
+    let error = sys::arguments::execute(path, &arguments, &environment);
+    Err(Error::system("execute", path.to_string_lossy())(error))
 }
 
 /// Turns this process into the program at `path` with `arguments` (the first is its name) and

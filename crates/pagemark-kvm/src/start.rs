@@ -57,10 +57,22 @@ pub fn hidden(entry: &CStr) -> CString {
     CString::new([HIDDEN, bytes].concat()).unwrap_or_default()
 }
 
+/// This environment without what is meant for the program and would disturb the monitor: that is
+/// passed through. A variable of which the program has its own, passed through, is the monitor's.
+pub fn undisturbed(entries: &[CString]) -> Vec<CString> {
+    let passed = passed(entries);
+    let is_own = |entry: &CString| passed.iter().any(|passed| name(passed) == name(entry.to_bytes()));
+    entries.iter().map(|entry| if is_own(entry) { entry.clone() } else { hidden(entry) }).collect()
+}
+
+fn passed(entries: &[CString]) -> Vec<&[u8]> {
+    entries.iter().filter_map(|entry| entry.to_bytes().strip_prefix(HIDDEN)).collect()
+}
+
 /// The program's environment, made of the monitor's. A variable that is passed through has the
 /// place of the monitor's own.
 pub fn shown(entries: &[CString]) -> Vec<CString> {
-    let passed: Vec<&[u8]> = entries.iter().filter_map(|entry| entry.to_bytes().strip_prefix(HIDDEN)).collect();
+    let passed = passed(entries);
     let shown = entries.iter().filter_map(|entry| match entry.to_bytes().strip_prefix(HIDDEN) {
         Some(bytes) => CString::new(bytes).ok(),
         None => (!passed.iter().any(|passed| name(passed) == name(entry.to_bytes()))).then(|| entry.clone()),
@@ -92,6 +104,9 @@ mod tests {
     #[test]
     fn the_environment_comes_through() {
         let entries = [c"A=b", c"LD_PRELOAD=x", c"LD_=", c"PATH=LD_PRELOAD", c"GLIBC_TUNABLES=a=b"].map(CString::from);
+        let undisturbing = undisturbed(&entries);
+        assert_eq!(undisturbed(&undisturbing), undisturbing);
+        assert_eq!(shown(&undisturbing), entries);
         assert_eq!(shown(&entries.each_ref().map(|entry| hidden(entry))), entries);
         assert_eq!(hidden(c"LD_PRELOAD=x").to_str(), Ok(&*format!("{PRELOAD}=x")));
     }
@@ -103,5 +118,8 @@ mod tests {
         let expected = [c"A=b", c"LD_PRELOADED=c", c"LD_PRELOAD=of the program"].map(CString::from);
         assert_eq!(shown(&[&monitors[..], &[passed]].concat()), expected);
         assert_eq!(shown(&monitors), monitors);
+        let own = [&monitors[..], &[c"PAGEMARK_KVM_KEEPS_LD_PRELOAD=x".to_owned()]].concat();
+        assert_eq!(undisturbed(&own)[1], monitors[1]);
+        assert_ne!(undisturbed(&monitors)[1], monitors[1]);
     }
 }

@@ -56,6 +56,17 @@ pub fn environment() -> Vec<CString> {
     entries
 }
 
+/// Executes the file at `path`. Returns why that fails.
+pub fn execute(path: &CStr, arguments: &[CString], environment: &[CString]) -> io::Error {
+    let pointers = |strings: &[CString]| -> Vec<*const libc::c_char> {
+        strings.iter().map(|string| string.as_ptr()).chain([std::ptr::null()]).collect()
+    };
+    let (arguments, environment) = (pointers(arguments), pointers(environment));
+    // SAFETY: the strings end with zero, and the lists with 0.
+    unsafe { libc::execve(path.as_ptr(), arguments.as_ptr(), environment.as_ptr()) };
+    io::Error::last_os_error()
+}
+
 /// Has the kernel show the program's arguments and environment, which are in its memory, in place
 /// of the monitor's. A program that changes them there (as Redis does) changes what is shown.
 ///

@@ -114,10 +114,10 @@ const SHOWN: &[Shown] = &[
         results: [Line("10 writes"), Line("0 writes")],
     },
     Shown {
-        feature: "`LD_PRELOAD`",
-        cells: ["for the program", "for the monitor and the program"],
+        feature: "`LD_PRELOAD`, `LD_AUDIT`",
+        cells: ["libraries are loaded once", "are loaded twice, and remain in the program alone"],
         argument: "preloaded",
-        results: [Line("loaded 1 times"), Line("loaded 2 times")],
+        results: [Line("loaded 1 times, 1 remain"), Line("loaded 2 times, 1 remain")],
     },
     Shown {
         feature: "`/proc/self/auxv`",
