@@ -81,6 +81,13 @@ impl From<std::ffi::NulError> for Unloadable {
 /// Opens the file at `place` for execution.
 fn open(place: &Place<'_>) -> Result<File, Unloadable> {
     let opened = if place.path.is_empty() {
+        if place.directory == libc::AT_FDCWD {
+            // The present directory.
+            return Err(Unloadable::new(libc::EACCES));
+        }
+        if !execution::is_open(place.directory) {
+            return Err(Unloadable::new(libc::EBADF));
+        }
         // Not a copy of the descriptor: that may not be open for reading.
         let path = CString::new(execution::path_of(place.directory))?;
         execution::open(libc::AT_FDCWD, &path, 0)

@@ -80,6 +80,12 @@ pub fn path_of(fd: RawFd) -> String {
     pagemark_linux::proc::thread_path(&format!("fd/{fd}")).display().to_string()
 }
 
+/// True if there is a descriptor of this number.
+pub fn is_open(fd: RawFd) -> bool {
+    // SAFETY: only asks.
+    unsafe { libc::fcntl(fd, libc::F_GETFD) >= 0 }
+}
+
 /// True if the descriptor is closed when a program is executed.
 pub fn is_closed_by_exec(fd: RawFd) -> bool {
     // SAFETY: only asks.

@@ -65,6 +65,9 @@ static void closed_dev_link(void) { by_path("/dev/fd/./%d", O_RDONLY | O_CLOEXEC
 static void no_descriptor(void) { by_path("/proc/self/fd/99%d", O_RDONLY); }
 static void place(void) { fexecve(open(own, O_PATH | O_CLOEXEC), shows, environ); }
 
+static void no_place(void) { syscall(SYS_execveat, 999, "", shows, environ, AT_EMPTY_PATH); }
+static void present_directory(void) { syscall(SYS_execveat, AT_FDCWD, "", shows, environ, AT_EMPTY_PATH); }
+
 static void without_name(void)
 {
 	int fd = memfd_create("nameless", MFD_CLOEXEC);
@@ -195,6 +198,8 @@ int main(int argc, char **argv)
 	run("a link in /dev to what is closed", closed_dev_link);
 	run("a link to nothing", no_descriptor);
 	run("a place", place);
+	run("no place", no_place);
+	run("the present directory", present_directory);
 	run("no name", without_name);
 	run("relative", relative);
 	run("a link that is not followed", link_refused);
