@@ -8,6 +8,7 @@
 #include <linux/hw_breakpoint.h>
 #include <linux/landlock.h>
 #include <linux/perf_event.h>
+#include <linux/userfaultfd.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -271,13 +272,16 @@ static void link_of_thread(void)
 
 static void vfork_with_copy(void)
 {
-	fflush(stdout);
+	int done[2], said = 0;
+	pipe2(done, O_NONBLOCK);
 	pid_t child = syscall(SYS_clone, CLONE_VFORK | SIGCHLD, 0, 0, 0, 0);
 	if (!child) {
 		usleep(300000);
+		write(done[1], "x", 1);
 		_exit(0);
 	}
-	printf("%s\n", waitpid(child, 0, WNOHANG) ? "has ended" : "runs");
+	printf("%s\n", read(done[0], &said, 1) == 1 ? "has ended" : "runs");
+	waitpid(child, 0, 0);
 }
 
 static void *kept_stack;
@@ -306,6 +310,49 @@ static void code_of_32_bits(void)
 	                 : "r"(target)
 	                 : "r12", "memory");
 	printf("%d\n", (int)result);
+}
+
+static char *poisoned;
+
+static void on_poison(int number, siginfo_t *info, void *context)
+{
+	if (info->si_addr == poisoned + 8)
+		printf("the address\n");
+	else
+		printf("%s, code %d\n", info->si_addr == poisoned ? "the page" : "another", info->si_code);
+	fflush(stdout);
+	_exit(0);
+}
+
+static void poison(void)
+{
+	// struct uffdio_poison, and its feature: headers may be older.
+	struct { struct uffdio_range range; uint64_t mode; int64_t updated; } poison = {{0, 4096}};
+	struct uffdio_api api = {UFFD_API, 1 << 14};
+	struct sigaction action = {.sa_sigaction = on_poison, .sa_flags = SA_SIGINFO};
+	sigaction(SIGBUS, &action, 0);
+	int fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+	need(fd >= 0 && !ioctl(fd, UFFDIO_API, &api));
+	poisoned = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	struct uffdio_register range = {{(uintptr_t)poisoned, 4096}, UFFDIO_REGISTER_MODE_MISSING};
+	need(!ioctl(fd, UFFDIO_REGISTER, &range));
+	poison.range.start = (uintptr_t)poisoned;
+	need(!ioctl(fd, _IOWR(UFFDIO, 8, poison), &poison));
+	*(volatile char *)(poisoned + 8);
+	printf("no signal\n");
+}
+
+static void mapping(void)
+{
+	char *page = mmap(0, 4096, PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	char *line = 0, permissions[8];
+	size_t size = 0;
+	uintptr_t start, end;
+	FILE *maps = fopen("/proc/self/maps", "r");
+	while (getline(&line, &size, maps) > 0)
+		if (sscanf(line, "%lx-%lx %7s", &start, &end, permissions) == 3 && start <= (uintptr_t)page &&
+		    (uintptr_t)page < end)
+			printf("%s\n", permissions);
 }
 
 static void locks(void)
@@ -363,6 +410,8 @@ static const struct { const char *name; void (*body)(void); } FEATURES[] = {
 	{"link", link_of_thread},
 	{"vfork", vfork_with_copy},
 	{"32-bits", code_of_32_bits},
+	{"poison", poison},
+	{"mapping", mapping},
 	{"locks", locks},
 	{"change-root", change_root},
 	{"preloaded", show_loaded},

@@ -144,6 +144,18 @@ const SHOWN: &[Shown] = &[
         results: [Line("7"), Signal(&[libc::SIGILL, libc::SIGSEGV])],
     },
     Shown {
+        feature: "SIGBUS of poisoned pages",
+        cells: ["says which address was accessed", "says which page, and `BUS_MCEERR_AR`"],
+        argument: "poison",
+        results: [Line("the address"), Line("the page, code 4")],
+    },
+    Shown {
+        feature: "mappings that may be written or executed and not read",
+        cells: ["are shown so", "are shown as readable"],
+        argument: "mapping",
+        results: [Line("-w-p"), Line("rw-p")],
+    },
+    Shown {
         feature: "a program's own `fcntl` locks",
         cells: ["stay", "are dropped"],
         argument: "locks",
@@ -166,7 +178,6 @@ const NOT_SHOWN: &[(&str, &str)] = &[
     ("writes of debuggers", "needs a tracker and a debugger"),
     ("uprobes of the host", "has a test of its own"),
     ("core files", "the system says where they go"),
-    ("SIGBUS of hardware", "needs broken memory"),
     ("CPUID's leaves", "needs VMX or SVM"),
     ("memory in more spans", "needs as much memory"),
 ];
