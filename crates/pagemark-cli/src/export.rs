@@ -1,13 +1,15 @@
 //! `pagemark export`: writes a checkpoint as a core file, as CRIU's images, or for QEMU alone.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::ffi::OsStr;
+use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
 use pagemark::repository::{Checkpoint, TargetKind};
+use pagemark_process::files::OutputDirectory;
 use pagemark_report::escape::printable;
 
 use crate::failure::{Failure, Outcome};
@@ -67,10 +69,10 @@ impl Export {
         if self.pid.is_some() {
             return Err(Failure::usage("a virtual machine has no process ids: --pid is for processes"));
         }
-        let file = create(path)?;
+        let (place, name, file) = create(path)?;
         if let Err(error) = pagemark_vm::export_core(checkpoint, &file) {
-            // The file was created above, and a part of a core file is of no use.
-            let _ = fs::remove_file(path);
+            // A part of a core file is of no use.
+            place.remove(name, &file);
             return Err(Failure::of(format!("cannot write a core of the machine to {}", path.display()), error));
         }
         print(&format!("{}: the machine's memory; open it with `crash VMLINUX {}`\n", shown(path), shown(path)));
@@ -89,15 +91,16 @@ impl Export {
             return Err(Failure::plain(format!("the checkpoint holds no process {pid}"))
                 .help(format!("it holds {}", pids.join(", "))));
         }
-        let mut out = BufWriter::with_capacity(1 << 20, create(path)?);
+        let (place, name, file) = create(path)?;
+        let mut out = BufWriter::with_capacity(1 << 20, &file);
         let written = pagemark_process::core_file::export_core(&checkpoint.manifest, checkpoint, Some(pid), &mut out)
             .map_err(|error| {
                 Failure::new(format!("cannot write a core of process {pid} to {}", path.display()), error)
                     .help("`pagemark verify` reports whether the checkpoint is damaged")
             });
         if let Err(failure) = written.and_then(|()| out.flush().map_err(|error| failed(path, error))) {
-            // The file was created above, and a part of a core file is of no use.
-            let _ = fs::remove_file(path);
+            // A part of a core file is of no use.
+            place.remove(name, &file);
             return Err(failure);
         }
         print(&format!("{}: process {pid}; open it with `gdb PROGRAM {}`\n", shown(path), shown(path)));
@@ -110,32 +113,30 @@ fn failed(path: &Path, error: io::Error) -> Failure {
 }
 
 /// Makes a file for the owner alone, because memory holds secrets. An existing file is not
-/// overwritten.
-fn create(path: &Path) -> Result<File, Failure> {
-    let created = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-    created.map_err(|error| failed(path, error).help("name a file that does not exist yet, in a directory that does"))
-}
-
-fn check_empty(directory: &Path) -> Result<(), Failure> {
-    match fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some()) {
-        true => Err(Failure::plain(format!("{} is not empty", directory.display())).help("name a new directory")),
-        false => Ok(()),
-    }
+/// overwritten. Returns the directory that has it, and its name there.
+fn create(path: &Path) -> Result<(OutputDirectory, &OsStr, File), Failure> {
+    let made = || {
+        let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(io::ErrorKind::IsADirectory.into());
+        };
+        let place = OutputDirectory::open(above)?;
+        let file = place.create(name)?;
+        Ok((place, name, file))
+    };
+    made().map_err(|error| failed(path, error).help("name a file that does not exist yet, in a directory that does"))
 }
 
 /// Makes a directory that only the owner may enter, because memory holds secrets. One that is there
-/// must be such that no other user can exchange what is written.
-fn create_directory(directory: &Path, operation: String) -> Result<(), Failure> {
-    let created = DirBuilder::new().recursive(true).mode(0o700).create(directory);
-    match created.and_then(|()| fs::symlink_metadata(directory)) {
-        Err(error) => Err(Failure::new(operation, error)),
-        Ok(held) if held.is_dir() && held.uid() == nix::unistd::geteuid().as_raw() && held.mode() & 0o022 == 0 => {
-            Ok(())
-        }
-        Ok(_) => {
-            let reason = "other users can change it, or it is a link";
-            Err(Failure::new(operation, reason).help("name a new directory"))
-        }
+/// must be empty, and such that no other user can exchange what is written.
+fn make_directory(directory: &Path, operation: impl Fn() -> String) -> Result<OutputDirectory, Failure> {
+    let failed = |error| Failure::new(operation(), error).help("name a new directory");
+    let place = OutputDirectory::open_or_make(directory).map_err(failed)?;
+    if !place.is_own().map_err(failed)? {
+        return Err(failed(io::Error::other("other users can change it, or it is a link")));
+    }
+    match fs::read_dir(place.held_path()).map_err(failed)?.next() {
+        Some(_) => Err(Failure::plain(format!("{} is not empty", directory.display())).help("name a new directory")),
+        None => Ok(place),
     }
 }
 
@@ -143,10 +144,10 @@ fn qemu(checkpoint: &Checkpoint, directory: &Path) -> Outcome {
     if checkpoint.manifest.kind != TargetKind::VirtualMachine {
         return Err(Failure::usage("--qemu is for checkpoints of virtual machines").help("--core FILE or --criu DIR"));
     }
-    check_empty(directory)?;
     let operation = || format!("cannot write a machine for QEMU into {}", directory.display());
-    create_directory(directory, operation())?;
-    let written = pagemark_vm::export_qemu(checkpoint, directory).map_err(|error| Failure::of(operation(), error))?;
+    let place = make_directory(directory, operation)?;
+    let written =
+        pagemark_vm::export_qemu_to(checkpoint, place.as_fd()).map_err(|error| Failure::of(operation(), error))?;
     print(&format!("{} starts QEMU with the migration stream {}\n", shown(&written.script), shown(&written.stream)));
     for (disk, image) in &written.disks {
         print(&format!("its disk {} is {}\n", printable(disk), shown(image)));
@@ -155,12 +156,15 @@ fn qemu(checkpoint: &Checkpoint, directory: &Path) -> Outcome {
 }
 
 fn criu(checkpoint: &Checkpoint, directory: &Path) -> Outcome {
-    check_empty(directory)?;
     let operation = || format!("cannot write CRIU's images into {}", directory.display());
     pagemark_process::restore::check(&checkpoint.manifest).map_err(|error| Failure::new(operation(), error))?;
-    create_directory(directory, operation())?;
-    let arguments = pagemark_process::restore::export_criu(&checkpoint.manifest, checkpoint, directory)
+    let place = make_directory(directory, operation)?;
+    let held = place.held_path();
+    let mut arguments = pagemark_process::restore::export_criu(&checkpoint.manifest, checkpoint, &held)
         .map_err(|error| Failure::new(operation(), error))?;
+    // By the path that stays.
+    let named = arguments.iter_mut().filter(|argument| Path::new(argument.as_str()) == held);
+    named.for_each(|argument| *argument = directory.display().to_string());
     print(&format!("{}: `criu {}` takes it\n", shown(directory), printable(&arguments.join(" "))));
     Ok(ExitCode::SUCCESS)
 }

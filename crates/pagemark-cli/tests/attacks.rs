@@ -1,6 +1,6 @@
 //! A hostile user swaps his files, directories, sockets and FIFOs for links to root's while root
-//! restores his programs, his containers and his machines. Nothing of root's is read, changed or
-//! taken, whatever the restore makes of it.
+//! restores his programs, his containers and his machines, exports into his directories, and cleans
+//! up there. Nothing of root's is read, changed or taken, whatever the command makes of it.
 
 #[path = "support/attacker.rs"]
 mod attacker;
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use attacker::{Roots, UsersDirectory};
+use attacker::{ASIDES, Roots, UsersDirectory};
 use pagemark_testing::{QEMU, SplitMix, assert_oracle, copy_executable, guest_program, skip, wait_for};
 use serde_json::Value;
 use subject::{NOBODY, has_criu, public_directory, stderr};
@@ -70,6 +70,14 @@ enum Kind {
     Program,
     Container,
     Machine,
+    /// Several from one checkpoint.
+    Machines,
+}
+
+impl Kind {
+    fn is_machine(self) -> bool {
+        matches!(self, Kind::Machine | Kind::Machines)
+    }
 }
 
 /// A program of the user's, killed with all that it has started when dropped.
@@ -107,7 +115,7 @@ fn start(kind: Kind, directory: &Path) -> Target {
             command.args([PYTHON, "-c", PROGRAM]);
             command
         }
-        Kind::Machine => machine(directory),
+        Kind::Machine | Kind::Machines => machine(directory),
     };
     let output = fs::File::create("/dev/null").expect("the null device");
     command.current_dir(directory).stdin(Stdio::null()).stdout(output.try_clone().expect("another")).stderr(output);
@@ -118,7 +126,7 @@ fn start(kind: Kind, directory: &Path) -> Target {
         _ => pid,
     };
     let target = Target { child, pid };
-    let counts = directory.join(if kind == Kind::Machine { "a/serial" } else { "count" });
+    let counts = directory.join(if kind.is_machine() { "a/serial" } else { "count" });
     wait_for("the program", || fs::metadata(&counts).is_ok_and(|found| found.len() > 0).then_some(()));
     target
 }
@@ -170,7 +178,7 @@ fn campaign(kind: Kind, random: &mut SplitMix, met: &mut Met) {
     let pagemark = Pagemark::new();
     let target = start(kind, &users);
     let taken = match kind {
-        Kind::Machine => {
+        Kind::Machine | Kind::Machines => {
             vec!["vm".to_owned(), "checkpoint".into(), "--job".into(), "box".into(), monitor(&users)]
         }
         _ => vec!["checkpoint".into(), "--job".into(), "box".into(), target.pid.to_string()],
@@ -181,19 +189,27 @@ fn campaign(kind: Kind, random: &mut SplitMix, met: &mut Met) {
     let users = UsersDirectory::new(&users, &traps, NOBODY, &roots);
     for _ in 0..ROUNDS {
         let attack = users.attack(random.draw());
-        let is_lazy = random.below(3) == 0 && kind != Kind::Machine;
+        let is_lazy = random.below(3) == 0 && !kind.is_machine();
         let options: &[&str] = if is_lazy { &["--lazy"] } else { &[] };
-        let arguments = [&["restore", "--yes", "--detach", "--json"], options, &["box"]].concat();
+        let arguments = match kind {
+            Kind::Machines => vec!["fork", "--json", "--count", "2", "box"],
+            _ => [&["restore", "--yes", "--detach", "--json"], options, &["box"]].concat(),
+        };
         let output = pagemark.output(&arguments);
         // The restored program has what it has got until now.
-        let restored = output.status.success().then(|| {
-            let document: Value = serde_json::from_slice(&output.stdout).expect("JSON");
-            Restored::new(document["pid"].as_i64().expect("a process id") as i32)
-        });
-        let reached = restored.as_ref().map(|restored| roots.reached_by(&descendants(restored.0)));
+        let document: Value = match output.status.success() {
+            true => serde_json::from_slice(&output.stdout).expect("JSON"),
+            false => Value::Null,
+        };
+        let begun = document["machines"].as_array().cloned().unwrap_or_else(|| vec![document]);
+        let pids = begun.iter().filter_map(|begun| begun["pid"].as_i64());
+        let restored: Vec<Restored> = pids.map(|pid| Restored::new(pid as i32)).collect();
+        assert_eq!(!restored.is_empty(), output.status.success(), "{}", stderr(&output));
+        let reached: Vec<String> =
+            restored.iter().flat_map(|restored| roots.reached_by(&descendants(restored.0))).collect();
         met.swaps += attack.end();
         let told = stderr(&output);
-        assert_oracle!(reached.is_none_or(|reached| reached.is_empty()), "{kind:?} has of root's: {told}");
+        assert_oracle!(reached.is_empty(), "{kind:?} has of root's: {told}");
         drop(restored);
         let harm = [roots.changes(), users.harm()].concat();
         assert_oracle!(harm.is_empty(), "{kind:?}: {harm:#?}: {told}");
@@ -228,17 +244,83 @@ fn attack(kind: Kind) {
     if !has_criu() || !PathBuf::from(PYTHON).exists() {
         skip!("it needs root, CRIU and {PYTHON}");
     }
-    if kind == Kind::Machine && guest_program().is_none() {
+    if kind.is_machine() && guest_program().is_none() {
         skip!("no QEMU, or no compiler for its guest");
     }
+    for_its_time(|random, met| campaign(kind, random, met));
+}
+
+/// Repeats campaigns for as many seconds as `PAGEMARK_ATTACK_SECONDS` says.
+fn for_its_time(mut campaign: impl FnMut(&mut SplitMix, &mut Met)) {
     let seconds = std::env::var("PAGEMARK_ATTACK_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(10);
     let (begin, mut met) = (Instant::now(), Met::default());
     let mut random = SplitMix(std::process::id().into());
     while begin.elapsed() < Duration::from_secs(seconds) {
-        campaign(kind, &mut random, &mut met);
+        campaign(&mut random, &mut met);
     }
-    println!("{kind:?}: {met:?} in {} s", begin.elapsed().as_secs());
+    println!("{met:?} in {} s", begin.elapsed().as_secs());
     assert!(met.restored > 0 && met.swaps > 0, "{met:?}");
+}
+
+/// Has root do something in a directory of the user's, in which nothing runs, while the user
+/// attacks: `prepare` makes what is there, and returns the arguments of a command for each round.
+fn directory_campaign(
+    pagemark: &Pagemark,
+    random: &mut SplitMix,
+    met: &mut Met,
+    prepare: impl Fn(&Path) -> Vec<Vec<String>>,
+) {
+    let place = public_directory();
+    let [users, traps, roots] = ["user", "traps", "roots"].map(|name| place.path().join(name));
+    fs::create_dir_all(users.join("a/b")).expect("a directory");
+    fs::create_dir(&roots).expect("a directory");
+    ["", "a", "a/b"].iter().for_each(|name| give(&users.join(name)));
+    let commands = prepare(&users);
+    let roots = Roots::make(&roots);
+    let users = UsersDirectory::new(&users, &traps, NOBODY, &roots);
+    for command in commands {
+        let attack = users.attack(random.draw());
+        let output = pagemark.output(&command.iter().map(String::as_str).collect::<Vec<_>>());
+        met.swaps += attack.end();
+        let told = stderr(&output);
+        let harm = [roots.changes(), users.leaks()].concat();
+        assert_oracle!(harm.is_empty(), "{command:?}: {harm:#?}: {told}");
+        assert_oracle!(!told.contains("panicked"), "{told}");
+        match output.status.success() {
+            true => met.restored += 1,
+            false => met.refused += 1,
+        }
+    }
+}
+
+/// A repository with two checkpoints of a program and one of a machine, if there is QEMU.
+fn with_checkpoints() -> Pagemark {
+    let pagemark = Pagemark::new();
+    let place = public_directory();
+    let users = place.path().join("user");
+    let of = |kind: Kind| {
+        let _ = fs::remove_dir_all(&users);
+        fs::create_dir(&users).expect("a directory");
+        give(&users);
+        start(kind, &users)
+    };
+    let target = of(Kind::Program);
+    for _ in 0..2 {
+        pagemark.done(&["checkpoint", "--job", "box", &target.pid.to_string()]);
+    }
+    drop(target);
+    if guest_program().is_some() {
+        let target = of(Kind::Machine);
+        pagemark.done(&["vm", "checkpoint", "--job", "machine", &monitor(&users)]);
+        drop(target);
+    }
+    pagemark
+}
+
+/// All arguments, of which the last is a path below a directory.
+fn with_path(arguments: &[&str], directory: &Path, name: &str) -> Vec<String> {
+    let path = directory.join(name).display().to_string();
+    arguments.iter().map(|&argument| argument.to_owned()).chain([path]).collect()
 }
 
 #[test]
@@ -300,4 +382,68 @@ fn nothing_of_roots_is_touched_by_restores_of_an_attackers_container() {
 #[test]
 fn nothing_of_roots_is_touched_by_restores_of_an_attackers_machine() {
     attack(Kind::Machine);
+}
+
+#[test]
+fn nothing_of_roots_is_touched_when_an_attackers_machine_is_forked() {
+    attack(Kind::Machines);
+}
+
+#[test]
+fn nothing_of_roots_is_touched_by_exports_into_an_attackers_directory() {
+    if !has_criu() || !PathBuf::from(PYTHON).exists() {
+        skip!("it needs root, CRIU and {PYTHON}");
+    }
+    let pagemark = with_checkpoints();
+    let forms: &[[&str; 3]] = match guest_program() {
+        Some(_) => &[
+            ["export", "box", "--core"],
+            ["export", "box", "--criu"],
+            ["export", "machine", "--core"],
+            ["export", "machine", "--qemu"],
+        ],
+        None => &[["export", "box", "--core"], ["export", "box", "--criu"]],
+    };
+    for_its_time(|random, met| {
+        directory_campaign(&pagemark, random, met, |users| {
+            let names = ["a/b/out", "a/out", "a/b/new/out", "a/log2", "a/a/out", "out"];
+            let commands = names.iter().zip(0..).zip(forms.iter().cycle());
+            commands.map(|((name, number), form)| with_path(form, users, &format!("{name}{number}"))).collect()
+        });
+    });
+}
+
+#[test]
+fn nothing_of_roots_is_touched_when_asides_in_an_attackers_directory_are_removed() {
+    if !subject::is_root() {
+        skip!("not root");
+    }
+    let pagemark = Pagemark::new();
+    for_its_time(|random, met| {
+        directory_campaign(&pagemark, random, met, |users| {
+            for parent in ["a/a", "a/b/a", "a/b/b"] {
+                fs::create_dir_all(users.join(parent).join(ASIDES).join("files")).expect("a directory");
+            }
+            let command = |name: &&str| with_path(&["asides", "--remove-all", "--asides"], users, name);
+            ["a/a", "a/b/a", "a/b/b", "a/a"].iter().map(command).collect()
+        });
+    });
+}
+
+#[test]
+fn nothing_of_roots_is_touched_when_an_attackers_repository_is_pruned() {
+    if !has_criu() || !PathBuf::from(PYTHON).exists() {
+        skip!("it needs root, CRIU and {PYTHON}");
+    }
+    let pagemark = with_checkpoints();
+    for_its_time(|random, met| {
+        directory_campaign(&pagemark, random, met, |users| {
+            let copied = Command::new("cp").arg("-r").arg(pagemark.repository()).arg(users.join("a/log")).status();
+            assert!(copied.is_ok_and(|status| status.success()), "no copy");
+            let given = Command::new("chown").args(["-R", &format!("{NOBODY}:{NOBODY}")]).arg(users).status();
+            assert!(given.is_ok_and(|status| status.success()), "it is not given away");
+            let prune = &["prune", "--keep-last", "1", "--trust-repo", "--repo"];
+            vec![with_path(prune, users, "a/log"); 3]
+        });
+    });
 }

@@ -32,7 +32,6 @@ mod running;
 mod sockets;
 mod states;
 mod surroundings;
-mod walk;
 mod watches;
 
 use std::borrow::Cow;

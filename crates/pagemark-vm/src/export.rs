@@ -8,6 +8,7 @@ use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::fs::{File, Permissions};
 use std::io::{BufWriter, Write};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
@@ -54,7 +55,23 @@ pub struct QemuExport {
 /// [`ErrorKind::Damaged`], [`ErrorKind::Disk`], [`ErrorKind::Store`], [`ErrorKind::System`].
 /// What was written is removed then.
 pub fn export_qemu(checkpoint: &Checkpoint, directory: &Path) -> Result<QemuExport> {
-    let directory = directory.canonicalize().map_err(Error::system("find the directory of the export"))?;
+    let here = UserDirectory::open(None, directory);
+    export_into(checkpoint, here.map_err(Error::system(format!("use the directory {}", directory.display())))?)
+}
+
+/// Like [`export_qemu`], into a directory that is open: what its path leads to meanwhile does not
+/// matter.
+///
+/// # Errors
+/// Those of [`export_qemu`].
+pub fn export_qemu_to(checkpoint: &Checkpoint, directory: BorrowedFd<'_>) -> Result<QemuExport> {
+    let directory = directory.try_clone_to_owned().map_err(Error::system("use the directory of the export"))?;
+    export_into(checkpoint, UserDirectory::held(directory))
+}
+
+fn export_into(checkpoint: &Checkpoint, here: UserDirectory) -> Result<QemuExport> {
+    // For the script. Files are made by the descriptor.
+    let directory = here.path().map_err(Error::system("find the directory of the export"))?;
     let restore = Restore::new(checkpoint);
     let startup = restore.startup()?;
     let kind = startup.kind.as_ref().ok_or_else(|| {
@@ -70,13 +87,9 @@ pub fn export_qemu(checkpoint: &Checkpoint, directory: &Path) -> Result<QemuExpo
     }
     arguments.extend(["-incoming".to_owned(), format!("fd:{STREAM_DESCRIPTOR}")]);
 
-    let here = UserDirectory::open(None, &directory)
-        .and_then(|here| {
-            here.check_is_own()?;
-            // So that the owner reaches what is its own.
-            owner.map_or(Ok(()), |_| here.let_enter())?;
-            Ok(here)
-        })
+    // So that the owner reaches what is its own.
+    here.check_is_own()
+        .and_then(|()| owner.map_or(Ok(()), |_| here.let_enter()))
         .map_err(Error::system(format!("use the directory {}", directory.display())))?;
     let disks = restore.disk_spaces(&startup)?;
     // Removed if the export fails.

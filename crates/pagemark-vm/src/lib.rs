@@ -45,7 +45,7 @@ pub use checkpoint::simulator::simulator_library;
 pub use checkpoint::target::{EventHandler, StopTimes, VmTarget};
 pub use error::{Error, ErrorKind, Object, Result};
 pub use export::core_file::export_core;
-pub use export::{QemuExport, export_qemu};
+pub use export::{QemuExport, export_qemu, export_qemu_to};
 pub use memory::kvm_log::check_kvm;
 pub use memory::probe::cost;
 pub use memory::write_watch::{Activation, can_hold_writes};

@@ -25,6 +25,9 @@ const SECRET: &[u8] = b"this is root's alone";
 /// leads to something there, too.
 const NAMES: [&str; 3] = ["log", "a/log", "a/b/log"];
 
+/// The name of asides, which root may be led to remove.
+pub const ASIDES: &str = "box@1-20260101T000000";
+
 /// An inode, by device and number.
 type Inode = (u64, u64);
 
@@ -43,6 +46,7 @@ impl Roots {
         for (name, mode) in [("open", 0o755), ("private", 0o700)] {
             fs::create_dir_all(at(name).join("a/b")).expect("a directory");
             fs::create_dir(at(name).join("root")).expect("a directory");
+            fs::create_dir(at(name).join("a").join(ASIDES)).expect("a directory");
             for file in NAMES {
                 let file = at(name).join(file);
                 fs::write(&file, SECRET).expect("a file");
@@ -169,17 +173,28 @@ impl UsersDirectory {
 
     /// The harm that root has done there, a line each.
     pub fn harm(&self) -> Vec<String> {
-        let mut harm = Vec::new();
-        for path in below(&self.path).into_iter().chain(below(&self.traps)) {
+        let mut harm = self.leaks();
+        for path in self.all() {
             let Ok(found) = fs::symlink_metadata(&path) else { continue };
             if found.uid() == 0 && !self.of_root.contains(&inode(&found)) {
                 harm.push(format!("{} is root's, with mode {:o}", path.display(), found.mode()));
             }
-            if found.is_file() && fs::read(&path).is_ok_and(|content| holds_secret(&content)) {
-                harm.push(format!("{} has the content of root's file", path.display()));
-            }
         }
         harm
+    }
+
+    /// The harm where root may make files of its own there.
+    pub fn leaks(&self) -> Vec<String> {
+        let is_leak = |path: &PathBuf| {
+            let is_file = fs::symlink_metadata(path).is_ok_and(|found| found.is_file());
+            is_file && fs::read(path).is_ok_and(|content| holds_secret(&content))
+        };
+        let leaks = self.all().filter(is_leak);
+        leaks.map(|path| format!("{} has the content of root's file", path.display())).collect()
+    }
+
+    fn all(&self) -> impl Iterator<Item = PathBuf> {
+        below(&self.path).into_iter().chain(below(&self.traps))
     }
 
     /// Whether everything has its place again. Otherwise nothing more can be learned of it.

@@ -8,10 +8,10 @@
 //! `/dev/shm` takes up memory. Copies are thus made across file systems, if need be.
 
 use std::ffi::OsStr;
-use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use super::copy::copy;
 use super::directory::{Held, path_of};
+use super::output_directory::OutputDirectory;
 use super::path::encode_path;
 
 /// The description in a directory.
@@ -120,8 +121,7 @@ impl AsideDirectory {
             Error::system("make a directory for the present content of files in", object)(error)
                 .help("name another directory for asides")
         };
-        private_directories(parent).map_err(failed)?;
-        let held = open_directory(parent).map_err(failed)?;
+        let held = make_parent(parent).map_err(failed)?;
         check_private(parent, &held)?;
         let name = format!("{checkpoint}-{}", stamp(now));
         for number in 1.. {
@@ -291,7 +291,7 @@ pub fn list(parent: &Path) -> Result<Vec<FoundAside>> {
 
 /// Opens a directory of asides, which nobody else can exchange then. None if there is none.
 fn held(parent: &Path) -> Result<Option<File>> {
-    match open_directory(parent) {
+    match open_parent(parent) {
         Ok(held) => check_private(parent, &held).map(|()| Some(held)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(super::io("read the directory", parent)(error)),
@@ -307,6 +307,7 @@ fn list_in(parent: &Path, held: &File) -> Result<Vec<FoundAside>> {
         // Directories alone are asides, and a directory may be removed meanwhile.
         if entry.file_type().is_ok_and(|kind| kind.is_dir())
             && let Some(aside) = find(&entry.path(), parent.join(entry.file_name()))?
+            && (aside.aside.is_some() || is_of_restore(&entry.file_name()))
         {
             found.push(aside);
         }
@@ -372,9 +373,27 @@ fn open_directory(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
 }
 
-/// Makes `path` and missing directories above it. `path` becomes its owner's alone.
-fn private_directories(path: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o700).create(path)
+/// Opens a directory of asides. Another user may own one on the way to it.
+fn open_parent(path: &Path) -> io::Result<File> {
+    OutputDirectory::open_itself(path)?.readable()
+}
+
+/// Opens a directory of asides, and makes it and those above it if they are missing.
+fn make_parent(path: &Path) -> io::Result<File> {
+    OutputDirectory::open_or_make(path)?;
+    open_parent(path)
+}
+
+/// True for the names that [`AsideDirectory::create`] gives, whatever else lies beside these.
+fn is_of_restore(name: &OsStr) -> bool {
+    let is_stamp = |part: &[u8]| {
+        part.len() == 15
+            && part
+                .iter()
+                .enumerate()
+                .all(|(at, byte)| (at == 8) == (*byte == b'T') && (at == 8 || byte.is_ascii_digit()))
+    };
+    name.as_bytes().contains(&b'@') && name.as_bytes().split(|byte| *byte == b'-').any(is_stamp)
 }
 
 /// `YYYYmmddTHHMMSS` in UTC.

@@ -17,11 +17,11 @@ use super::holders::{Holder, Holders, Purpose};
 use super::images::RestoreOptions;
 use super::mounts;
 use super::opened::{check, check_control_file, find_open, in_the_way};
-use super::walk::{Found, open_at};
 use crate::criu::images::schema::{FileEntry, RemapEntry};
 use crate::criu::images::{ImageKind, read_all};
 use crate::criu::regular_files::has_own_mounts;
 use crate::criu::stdio::is_stand_in;
+use crate::files::walk::{Found, open_at};
 
 /// A file system that opens a file of another one for a mapping.
 const OVERLAY: u64 = 0x794c_7630;

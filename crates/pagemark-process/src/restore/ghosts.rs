@@ -17,11 +17,12 @@ use nix::unistd::{UnlinkatFlags, geteuid, symlinkat, unlinkat};
 use pagemark_trace::error::{Error, Result};
 use prost::Message;
 
-use super::holders::{Holder, User};
+use super::holders::Holder;
 use super::made::not_made;
 use super::opened::in_the_way;
-use super::walk::{Found, Lost, find_directory, open_at};
 use crate::criu::images::schema::{GhostChunkEntry, GhostFileEntry, Timeval};
+use crate::files::user::User;
+use crate::files::walk::{Found, Lost, find_directory, open_at};
 
 /// How many names are tried for a file that loses its name again.
 const TRIED_NAMES: u32 = 100;

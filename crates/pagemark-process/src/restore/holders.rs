@@ -3,7 +3,6 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
 
@@ -13,7 +12,6 @@ use pagemark_trace::error::Result;
 use pagemark_trace::identity::Identity;
 
 use super::root::read_notes;
-use super::walk::Found;
 use crate::criu::dump::read_pstree;
 use crate::criu::held_files::HeldFile;
 use crate::criu::images::schema::{
@@ -23,6 +21,8 @@ use crate::criu::images::schema::{
 use crate::criu::images::{ImageKind, read_all, read_first};
 use crate::criu::owners::Peer;
 use crate::criu::regular_files::images_of;
+use crate::files::user::User;
+use crate::files::walk::Found;
 
 /// The capability to use any file.
 const CAP_DAC_OVERRIDE: u32 = 1;
@@ -32,17 +32,6 @@ const MAPS_FILE_PRIVATELY: u32 = 1 << 6;
 const MAPS_FILE_SHARED: u32 = 1 << 7;
 /// The file is one in memory.
 const MAPS_MEMORY_FILE: u32 = 1 << 14;
-
-/// The user of a process, as far as files are concerned.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub(super) struct User {
-    /// User and groups, as they are here.
-    pub identity: Identity,
-    /// It may do here what root may.
-    pub is_root: bool,
-    /// The user is root of its own user namespace.
-    pub is_root_inside: bool,
-}
 
 /// What a process has a file for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -264,10 +253,5 @@ impl User {
         let can = |capability: u32| credentials.cap_prm.first().is_some_and(|word| word >> capability & 1 == 1);
         let is_root = identity.is_root() || ids.0.is_none() && can(CAP_DAC_OVERRIDE);
         User { identity, is_root, is_root_inside: users.iter().all(|user| *user == 0) }
-    }
-
-    /// Does something with the rights that this user has for files.
-    pub(super) fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> io::Result<T> {
-        if self.is_root { Ok(work()) } else { self.identity.run(work) }
     }
 }

@@ -26,16 +26,17 @@ use pagemark_trace::identity::Identity;
 
 use super::gate::Gate;
 use super::ghosts;
-use super::holders::{Holder, Holders, User};
+use super::holders::{Holder, Holders};
 use super::made::Made;
 use super::opened::{Images, check, in_the_way, look_up};
-use super::walk::{Found, find_directory, own_root};
 use super::watches;
 use crate::criu::descriptors::receive_descriptor;
 use crate::criu::images::schema::{MOUNT_OF_PROCESSES, MountEntry, RegFileEntry};
 use crate::criu::images::{ImageKind, read_all};
 use crate::criu::mounted::in_mounts;
 use crate::criu::regular_files::{MOUNTS, images_of};
+use crate::files::user::User;
+use crate::files::walk::{Found, find_directory, own_root};
 
 /// CRIU's stage at which the mounts are there, and nothing is opened.
 const MOUNTS_ARE_THERE: &str = "post-setup-namespaces";

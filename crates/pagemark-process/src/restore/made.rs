@@ -10,8 +10,8 @@ use nix::sys::stat::{Mode, SFlag, mkdirat, mknodat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 
-use super::holders::User;
-use super::walk::{Found, Lost, find_directory, open_at};
+use crate::files::user::User;
+use crate::files::walk::{Found, Lost, find_directory, open_at};
 
 /// Names that were made. Dropped, they are removed.
 #[derive(Default)]

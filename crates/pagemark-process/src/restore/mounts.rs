@@ -17,15 +17,16 @@ use pagemark_linux::proc::mounts::Mount;
 use pagemark_trace::error::{Error, Result};
 use pagemark_trace::namespace_ids;
 
-use super::holders::{Holders, User};
+use super::holders::Holders;
 use super::images::RestoreOptions;
 use super::opened::in_the_way;
 use super::root::{read_notes, root_of};
-use super::walk::{Changer, Found, find, find_directory, own_root};
 use crate::criu::images::schema::{FileEntry, MOUNT_FROM_OUTSIDE, MountEntry};
 use crate::criu::images::{ImageKind, read_all};
 use crate::criu::mounted::{Mounted, in_mounts, mounts_in, namespaces};
 use crate::criu::regular_files::{MOUNTS, has_image, images_of};
+use crate::files::user::User;
+use crate::files::walk::{Changer, Found, find, find_directory, own_root};
 
 /// A directory of a file system.
 type Place = (u64, PathBuf);

@@ -26,15 +26,16 @@ use pagemark_linux::access::Access;
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 
 use super::ghosts;
-use super::holders::{Holder, Holders, User};
+use super::holders::{Holder, Holders};
 use super::inside::{self, Inside};
 use super::made::Made;
-use super::walk::{Found, Lost, find, find_link, own_root};
 use super::watches::{self, path_of};
 use crate::criu::images::schema::{FileEntry, REMAP_GHOST, RegFileEntry, RemapEntry};
 use crate::criu::images::{Image, ImageKind, bytes_of, with_bytes, with_varint};
 use crate::criu::outside_files::OutsideFile;
 use crate::criu::regular_files::{has_image, has_own_mounts};
+use crate::files::user::User;
+use crate::files::walk::{Found, Lost, find, find_link, own_root};
 
 /// What CRIU opens by descriptor.
 #[derive(Default)]

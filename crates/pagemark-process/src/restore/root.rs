@@ -10,9 +10,9 @@ use pagemark::Store;
 use pagemark::repository::{FileRecord, Manifest};
 use pagemark_trace::error::{Error, ErrorKind, Object};
 
-use super::walk::{Lost, find_directory, own_root};
 use super::watches::path_of;
 use crate::criu::notes::{NOTES, Notes};
+use crate::files::walk::{Lost, find_directory, own_root};
 use crate::files::{
     DirectoryRecord, LinkRecord, Origin, TreeRecord, UnusualFile, decode_path, encode_path, read_trees, read_users,
     unusual_files, unusual_removals,

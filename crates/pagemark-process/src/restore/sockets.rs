@@ -31,10 +31,10 @@ use pagemark_trace::inject::{self, Call};
 
 use super::holders::{Holder, Holders};
 use super::opened::in_the_way;
-use super::walk::{find, find_directory, own_root};
 use crate::criu::images::schema::{FileEntry, FilePermissionsEntry, SOCKET_OUTSIDE, UnixSocketEntry};
 use crate::criu::images::{Image, ImageKind, bytes_of, with_bytes, with_varint, without};
 use crate::criu::regular_files::has_own_mounts;
+use crate::files::walk::{find, find_directory, own_root};
 use place::Place;
 pub(super) use place::bind;
 

@@ -18,13 +18,13 @@ use pagemark_linux::proc;
 use pagemark_linux::proc::descriptors::{InetSocket, parse_inet_sockets, parse_unix_sockets};
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 
-use super::walk::{Lost, find_directory, own_root};
 use crate::criu::images::schema::{
     FileEntry, InetSocketEntry, PSEUDO_TERMINAL, SOCKET_OUTSIDE, TtyInfoEntry, UnixSocketEntry,
 };
 use crate::criu::images::{ImageKind, read_all};
 use crate::criu::outside_files::OutsideFile;
 use crate::criu::regular_files::{Demand, RegularFile, has_image, has_own_mounts, revise};
+use crate::files::walk::{Lost, find_directory, own_root};
 use crate::files::{TreeRecord, decode_path, is_own_output, read_trees};
 
 /// The kernel's numbers of TCP's states.

@@ -11,12 +11,12 @@ use pagemark_trace::error::Result;
 
 use super::holders::{Holder, Holders};
 use super::opened::check;
-use super::walk::{Found, Lost, find};
 use crate::criu::images::schema::{
     FanotifyFileEntry, FanotifyInodeEntry, FanotifyMarkEntry, FileEntry, FileHandleEntry, InotifyFileEntry,
     InotifyWatchEntry,
 };
 use crate::criu::images::{bytes_of, with_bytes, with_each};
+use crate::files::walk::{Found, Lost, find};
 
 /// The file system and the inode of a file, as CRIU has them.
 pub(super) type Inode = (u32, u64);

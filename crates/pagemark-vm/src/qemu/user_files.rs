@@ -6,7 +6,7 @@ use std::fs::{File, Permissions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 use nix::errno::Errno;
 use nix::fcntl::{
@@ -44,6 +44,16 @@ impl UserDirectory {
     pub(crate) fn open(owner: Option<&Owner>, path: &Path) -> io::Result<UserDirectory> {
         let directory = act_as(owner, || open_place(path, OFlag::O_DIRECTORY))?;
         Ok(UserDirectory { directory, owner: owner.cloned() })
+    }
+
+    /// A directory that is open, used with the rights of this process.
+    pub(crate) fn held(directory: OwnedFd) -> UserDirectory {
+        UserDirectory { directory, owner: None }
+    }
+
+    /// The path of the directory now.
+    pub(crate) fn path(&self) -> io::Result<PathBuf> {
+        std::fs::read_link(proc::own_path(&format!("fd/{}", self.directory.as_raw_fd())))
     }
 
     /// Makes a file that nothing had the name of, for the owner alone.

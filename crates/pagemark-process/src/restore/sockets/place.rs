@@ -24,8 +24,8 @@ use pagemark_trace::identity::Identity;
 
 use super::{Own, TRIED_NAMES, address, mask_of, path_in};
 use crate::criu::images::schema::FilePermissionsEntry;
+use crate::files::walk::{Changer, Found, Lost, find_directory, open_at, own_root};
 use crate::restore::opened::in_the_way;
-use crate::restore::walk::{Changer, Found, Lost, find_directory, open_at, own_root};
 
 /// The group of a user of whom no process is there to be asked.
 const NO_GROUP: u32 = 65534;

@@ -12,7 +12,7 @@ use nix::fcntl::{OFlag, openat, readlinkat};
 use nix::sys::stat::{FileStat, Mode, fstat};
 use pagemark_linux::access::{Access, is_permitted};
 
-use super::holders::User;
+use super::user::User;
 
 /// How many links a path may lead through.
 const MOST_LINKS: u32 = 40;
@@ -40,7 +40,7 @@ enum Names {
 
 /// Who, besides root, can change what the path of a directory leads to, and the names in it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Changer {
+pub(crate) enum Changer {
     Nobody,
     /// This user alone.
     User(u32),
@@ -59,7 +59,7 @@ impl Changer {
 
 /// A file that was found by its path.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(crate) struct Found {
     /// The file, opened for nothing (`O_PATH`).
     pub file: OwnedFd,
     pub stat: FileStat,
@@ -68,7 +68,7 @@ pub(super) struct Found {
 
 /// Why the way to a file ends before.
 #[derive(Debug)]
-pub(super) enum Lost {
+pub(crate) enum Lost {
     /// There is nothing of this path.
     Missing(PathBuf),
     /// There is a link that root has not made.
@@ -78,13 +78,13 @@ pub(super) enum Lost {
 
 impl Found {
     /// True if nobody but root can have changed what the path leads to.
-    pub(super) fn is_roots_choice(&self) -> bool {
+    pub(crate) fn is_roots_choice(&self) -> bool {
         self.passed.iter().all(|passed| passed.names == Names::Root)
     }
 
     /// Who can change what the path of this directory leads to, and the names in it. In a sticky
     /// directory nobody can change the names of root's files.
-    pub(super) fn changer(&self) -> io::Result<Changer> {
+    pub(crate) fn changer(&self) -> io::Result<Changer> {
         let stats: Vec<FileStat> =
             self.passed.iter().map(|passed| fstat(&passed.directory)).collect::<nix::Result<_>>()?;
         let next = stats.iter().skip(1).chain([&self.stat]);
@@ -113,7 +113,7 @@ impl Found {
 
     /// True if this user cannot have changed what the path leads to, and nobody could but root and
     /// whom root has chosen.
-    pub(super) fn is_out_of_reach_of(&self, user: &User) -> io::Result<bool> {
+    pub(crate) fn is_out_of_reach_of(&self, user: &User) -> io::Result<bool> {
         if self.passed.iter().any(|passed| passed.names == Names::Others) {
             return Ok(false);
         }
@@ -130,7 +130,7 @@ impl Found {
     }
 
     /// True if this user may reach the file by its path, and use it so.
-    pub(super) fn permits(&self, user: &User, access: Access) -> io::Result<bool> {
+    pub(crate) fn permits(&self, user: &User, access: Access) -> io::Result<bool> {
         user.run(|| {
             for passed in &self.passed {
                 if !is_permitted(passed.directory.as_fd(), Access::SEARCH)? {
@@ -143,7 +143,7 @@ impl Found {
 }
 
 /// Finds a directory, as [`find`].
-pub(super) fn find_directory(root: BorrowedFd<'_>, path: &Path) -> Result<Found, Lost> {
+pub(crate) fn find_directory(root: BorrowedFd<'_>, path: &Path) -> Result<Found, Lost> {
     let found = find(root, path)?;
     match found.stat.st_mode & libc::S_IFMT {
         libc::S_IFDIR => Ok(found),
@@ -153,12 +153,12 @@ pub(super) fn find_directory(root: BorrowedFd<'_>, path: &Path) -> Result<Found,
 }
 
 /// Finds a file below `root` by its absolute path.
-pub(super) fn find(root: BorrowedFd<'_>, path: &Path) -> Result<Found, Lost> {
+pub(crate) fn find(root: BorrowedFd<'_>, path: &Path) -> Result<Found, Lost> {
     Way::new(root, path).walk()
 }
 
 /// Finds a link itself, as [`find`].
-pub(super) fn find_link(root: BorrowedFd<'_>, path: &Path) -> Result<Found, Lost> {
+pub(crate) fn find_link(root: BorrowedFd<'_>, path: &Path) -> Result<Found, Lost> {
     Way { ends_at_link: true, ..Way::new(root, path) }.walk()
 }
 
@@ -272,13 +272,13 @@ fn names_of(directory: &FileStat, next: &FileStat) -> Names {
 }
 
 /// Opens a name for nothing; a link itself, if it is one.
-pub(super) fn open_at(directory: BorrowedFd<'_>, name: &OsStr) -> nix::Result<OwnedFd> {
+pub(crate) fn open_at(directory: BorrowedFd<'_>, name: &OsStr) -> nix::Result<OwnedFd> {
     let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     openat(directory, name, flags, Mode::empty())
 }
 
 /// The root directory of this process.
-pub(super) fn own_root() -> io::Result<OwnedFd> {
+pub(crate) fn own_root() -> io::Result<OwnedFd> {
     let opened = std::fs::File::open("/")?;
     Ok(open_at(opened.as_fd(), OsStr::new("."))?)
 }
