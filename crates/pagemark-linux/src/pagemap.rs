@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::proc;
 use crate::Range;
@@ -67,6 +68,8 @@ pub struct Filter {
 #[derive(Debug)]
 pub struct Pagemap {
     file: File,
+    /// How often a restart has failed with `ENOMEM`.
+    losses: AtomicU64,
 }
 
 impl Pagemap {
@@ -91,7 +94,13 @@ impl Pagemap {
     /// # Errors
     /// There is no such process, or tracing it is not permitted.
     pub fn open(path: &Path) -> io::Result<Self> {
-        Ok(Pagemap { file: File::open(path)? })
+        Ok(Pagemap { file: File::open(path)?, losses: AtomicU64::new(0) })
+    }
+
+    /// How often a scan that restarts dirty tracking has failed because the kernel had lost what
+    /// was written. It says so to one scan, but what is lost may be anywhere in the address space.
+    pub fn losses(&self) -> u64 {
+        self.losses.load(Ordering::Acquire)
     }
 
     /// False once the process has exited or executed another program. (A scan then finds nothing,

@@ -3,6 +3,7 @@
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
 
 use super::{Filter, PRESENT, Pagemap};
 use crate::interface::Interface;
@@ -102,7 +103,12 @@ impl Pagemap {
                     }
                 }
                 Err(_) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return Err(error),
+                Err(_) => {
+                    if filter.restart && error.raw_os_error() == Some(libc::ENOMEM) {
+                        self.losses.fetch_add(1, Ordering::AcqRel);
+                    }
+                    return Err(error);
+                }
             }
             // `walk_end` can be at the start only after an interrupted call.
             start = Address::new(argument.walk_end).max(start);

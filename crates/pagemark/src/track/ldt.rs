@@ -47,9 +47,10 @@ pub struct Ldt {
     /// The ranges of the last collect. Intervals outside of them were not begun by this tracker.
     covered: RangeSet,
     seen: Seen,
-    /// The kernel has lost what was written to shared memory that left the page tables. It says so
-    /// once, by an error; the next collect reports every page.
-    has_lost: bool,
+    /// How often the kernel had lost what was written to shared memory that left the page tables,
+    /// as of the last collect that succeeded. It says so once, by an error, perhaps to a tracker of
+    /// other ranges; the next collect of each reports every page.
+    losses: u64,
 }
 
 impl Ldt {
@@ -59,7 +60,8 @@ impl Ldt {
     /// `ErrorKind::Unavailable`: the kernel lacks the patches.
     pub fn new(pagemap: Arc<Pagemap>, data: impl Into<DataPages>) -> Result<Self, Error> {
         check_kernel()?;
-        Ok(Ldt { pagemap, data: data.into(), covered: RangeSet::new(), seen: Seen::default(), has_lost: false })
+        let losses = pagemap.losses();
+        Ok(Ldt { pagemap, data: data.into(), covered: RangeSet::new(), seen: Seen::default(), losses })
     }
 }
 
@@ -144,7 +146,6 @@ impl Tracker for Ldt {
         // marker then: written, but neither present nor swapped.
         let any = filter.any | LDT_DIRTY;
         let filter = Filter { any, report: LDT_DIRTY | PRESENT | SWAPPED, restart: true, ..filter };
-        let mut is_lost = false;
         let result = ranges
             .iter()
             .try_for_each(|range| {
@@ -156,11 +157,9 @@ impl Tracker for Ldt {
                         populated.insert(run);
                     }
                 });
-                is_lost |= scanned.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::ENOMEM));
                 scanned.map_err(|error| Error::while_tracking(error, || format!("scanning the pages of {range:#x?}")))
             })
             .and_then(|()| check_alive(&self.pagemap));
-        self.has_lost |= is_lost;
         // A page of a file may have been written, and then have left the page table.
         let mut absent = self.data.backed_within(ranges);
         absent.subtract(&populated);
@@ -176,7 +175,8 @@ impl Tracker for Ldt {
         }
         dirty.extend(&self.seen.advance(ranges, populated));
         self.covered = ranges.clone();
-        if std::mem::take(&mut self.has_lost) {
+        let losses = self.pagemap.losses();
+        if std::mem::replace(&mut self.losses, losses) != losses {
             dirty.extend(ranges);
         }
         Ok(())
