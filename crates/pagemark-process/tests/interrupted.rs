@@ -356,8 +356,9 @@ fn nothing_of_a_killed_criu_stays_in_a_process() {
     assert!(killed > 2, "CRIU's code was seen {killed} times alone");
 }
 
+/// True if a process of one thread waits in its call. A process that is stopped there does not.
 fn waits(pid: i32) -> bool {
-    call_of(pid) == Some((libc::SYS_pause, 0))
+    sleeps(pid) && call_of(pid) == Some((libc::SYS_pause, 0))
 }
 
 /// The signal by which a child has ended.

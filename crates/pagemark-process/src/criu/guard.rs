@@ -76,6 +76,8 @@ struct Original {
     is_stopped: bool,
     /// SIGSTOP has come to the process, and CRIU may have dropped it.
     lacks_stop: bool,
+    /// The first thread ran when it was sent SIGSTOP, and takes this signal while CRIU still traces it.
+    takes_stop: bool,
     /// The process is the first of a container, or of a container within another.
     is_first: bool,
 }
@@ -85,7 +87,8 @@ impl Original {
         let status = Status::read(process.pid).ok();
         let is_stopped = status.as_ref().is_some_and(|status| status.state == 'T');
         let is_first = status.as_ref().is_some_and(Status::is_first_of_namespace);
-        Original { process, code: first_code(process.pid), is_stopped, lacks_stop: false, is_first }
+        let code = first_code(process.pid);
+        Original { process, code, is_stopped, lacks_stop: false, takes_stop: false, is_first }
     }
 
     /// Takes what has come to the process since, before this process sends it a stop signal.
@@ -284,6 +287,9 @@ impl Tree<'_> {
         if is_killed && has_stopped {
             // At once: a thread must not reach the SIGTRAP at the end of a system call.
             originals.iter().for_each(|original| stops.stop(original.process, original.process.pid));
+            for original in originals.iter_mut() {
+                original.takes_stop = !job_stops::is_held_before_stop(original.process.pid);
+            }
         }
         if let Some(sockets) = self.sockets {
             let members = tree::members(self.root_pid).unwrap_or_default();
@@ -434,7 +440,10 @@ fn rescue(criu_pid: i32, root_pid: i32, originals: &mut [Original], are_stopped:
         let stopped: Vec<i32> = threads.iter().copied().filter(has_stopped).collect();
         drop(reports);
         let is_in_code = repair(process.pid, &stopped, original, &records);
-        let were_held = stopped == *threads && threads.iter().all(|tid| held.contains(tid));
+        // A second SIGSTOP is pending for a thread that has taken the first, though nobody held it.
+        let were_held = stopped == *threads
+            && threads.iter().all(|tid| held.contains(tid))
+            && original.is_none_or(|original| !original.takes_stop);
         let stays = match threads[..] {
             // It was sent no signal, or by its first thread.
             [] => !are_stopped || original.is_none() || job_stops::stays_stopped(process.pid, deadline),
