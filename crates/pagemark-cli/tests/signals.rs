@@ -291,7 +291,8 @@ fn a_process_that_is_continued_all_the_time_is_saved() {
 }
 
 /// Programs that limit the processor time of others, as cpulimit does, stop and continue them all
-/// the time. CRIU then fails at times, but what it leaves must not end the program.
+/// the time. A quarter of CRIU's dumps then fails, which are repeated; what such a dump leaves must
+/// not end the program.
 #[test]
 fn a_process_that_is_stopped_and_continued_all_the_time_goes_on() {
     const THREADS: &str = "import threading, time\n\
@@ -321,6 +322,8 @@ fn a_process_that_is_stopped_and_continued_all_the_time_goes_on() {
         let taken = pagemark.checkpoints("limited").len();
         (taken >= 10 && begin.elapsed() > Duration::from_secs(8)).then_some(())
     });
+    let (taken, failed) = (pagemark.checkpoints("limited").len(), pagemark.log().matches("no checkpoint of").count());
+    assert!(failed * 8 < taken, "{failed} have failed, {taken} not: {}", pagemark.log());
     let used = || stat::number(&std::fs::read(format!("/proc/{target}/stat")).expect("it runs"), USER_TIME);
     let before = used();
     wait_for("the program to go on", || (used() > before).then_some(()));

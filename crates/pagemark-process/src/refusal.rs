@@ -141,7 +141,8 @@ fn segment_not_saved(root_pid: i32, _: &str) -> Option<String> {
     ))
 }
 
-/// True if a dump failed because of a state that a program leaves by itself when it runs on.
+/// True if a dump failed because of a state that a program leaves by itself when it runs on, or
+/// because others stopped or continued the program meanwhile.
 pub(crate) fn is_of_change(error: &Error) -> bool {
     let reasons = [
         // A process was about to end, or its first thread has ended.
@@ -150,12 +151,21 @@ pub(crate) fn is_of_change(error: &Error) -> bool {
         "closed in-flight socket",
         NEW_FILTER,
         EXECUTES,
+        STOPPED_THREAD,
+        UNEXPECTED_STOP,
     ];
     is_of_new_connection(error) || has_one_of(error, &reasons)
 }
 
 /// CRIU's words about a process whose first thread has ended.
 const ZOMBIE_WITH_THREADS: &str = "Zombies with threads";
+
+/// CRIU's words about a thread that job control stopped while CRIU attached to the threads one
+/// after the other, so that some were stopped and others not.
+const STOPPED_THREAD: &str = "Individually stopped threads";
+
+/// CRIU's words about a thread that stopped in a call that CRIU had it make.
+const UNEXPECTED_STOP: &str = "task interruption, aborting";
 
 /// CRIU's words about a socket that the program has connected since CRIU was started.
 const NEW_CONNECTIONS: [&str; 2] = ["half of stream unix connection", "name-less external socket"];

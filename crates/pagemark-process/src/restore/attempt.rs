@@ -175,18 +175,26 @@ impl Attempt {
     }
 }
 
-/// CRIU could not restore the tree of `root_pid`, as its log says. Before Linux 5.5, CRIU tells the
-/// kernel which id the next process gets, and another process may be made before.
+/// CRIU could not restore the tree of `root_pid`, as its log says.
 fn failed(root_pid: i32, reason: String) -> Error {
-    const TAKEN: [&str; 2] = ["do not match expected", "Thread pid mismatch"];
     let what = format!("restore process {root_pid}");
-    if !TAKEN.iter().any(|taken| reason.contains(taken)) {
-        return Error::criu_failed(what, reason);
-    }
+    let Some(help) = help_if_taken(&reason) else { return Error::criu_failed(what, reason) };
     let operation = format!("CRIU could not {what}: others got its process ids");
-    Error::of(ErrorKind::PidTaken, operation, Object::None, reason).help(
-        "Linux 5.5 and later can give a process its id at once; on an older one, restore while few processes begin",
-    )
+    Error::of(ErrorKind::PidTaken, operation, Object::None, reason).help(help)
+}
+
+/// What helps if a process that began, or one that has just ended, has an id of the tree. None if
+/// CRIU failed for another reason.
+fn help_if_taken(reason: &str) -> Option<&'static str> {
+    // Before Linux 5.5, CRIU tells the kernel which id the next process gets.
+    const OTHER_ID: [&str; 2] = ["do not match expected", "Thread pid mismatch"];
+    if OTHER_ID.iter().any(|taken| reason.contains(taken)) {
+        return Some(
+            "Linux 5.5 and later can give a process its id at once; on an older one, restore while few processes begin",
+        );
+    }
+    let is_in_use = reason.contains("Can't fork for ") && reason.contains(": File exists");
+    is_in_use.then_some("restore again when the process that has the id has ended")
 }
 
 #[cfg(test)]
@@ -199,7 +207,8 @@ mod tests {
         let taken = "Pid 28721 do not match expected 28715; 28721 exited, status=1; Restoring FAILED.";
         assert_eq!(kind(taken), ErrorKind::PidTaken);
         assert_eq!(kind("Thread pid mismatch 81/80; Restoring FAILED."), ErrorKind::PidTaken);
-        assert_eq!(kind("Can't fork for 81: File exists"), ErrorKind::Criu);
+        assert_eq!(kind("Can't fork for 81: File exists; Restoring FAILED."), ErrorKind::PidTaken);
+        assert_eq!(kind("Can't fork for 81: Cannot allocate memory"), ErrorKind::Criu);
         assert_eq!(kind("Waited pid mismatch (pid: 5): Success"), ErrorKind::Criu);
     }
 }
