@@ -7,6 +7,7 @@ use pagemark_kvm_log::kernel::KvmMachine;
 use pagemark_kvm_log::machine::Machine;
 use pagemark_kvm_log::protocol::RINGS;
 use pagemark_kvm_log::ring::ENTRIES;
+use pagemark_linux::this_process::OfThisProcess;
 
 use crate::server;
 
@@ -14,7 +15,7 @@ use crate::server;
 pub struct OwnMachine {
     kernel: KvmMachine,
     /// The process that made it. A child made by `fork` has the descriptor, and not the machine.
-    process: u32,
+    process: OfThisProcess,
     known: Mutex<Machine>,
 }
 
@@ -22,6 +23,11 @@ impl OwnMachine {
     /// KVM's calls on it.
     pub fn kernel(&self) -> &KvmMachine {
         &self.kernel
+    }
+
+    /// True in the process that made it.
+    pub fn is_of_this_process(&self) -> bool {
+        self.process.is_here()
     }
 
     /// What is known of it.
@@ -48,7 +54,7 @@ pub fn add(fd: RawFd) {
         }
         None => Machine::new(),
     };
-    let machine = OwnMachine { kernel, process: std::process::id(), known: Mutex::new(known) };
+    let machine = OwnMachine { kernel, process: OfThisProcess::new(), known: Mutex::new(known) };
     {
         let mut machines = machines();
         // One that had this descriptor is gone.
@@ -61,20 +67,21 @@ pub fn add(fd: RawFd) {
 /// The machine with this descriptor, if this process made it.
 pub fn of_descriptor(fd: RawFd) -> Option<Arc<OwnMachine>> {
     let found = machines().iter().find(|machine| machine.kernel.fd() == fd).cloned();
-    found.filter(|machine| machine.process == std::process::id())
+    found.filter(|machine| machine.is_of_this_process())
 }
 
 /// True if a machine of this process reaches memory between these addresses by a view.
 pub fn have_view(start: u64, end: u64) -> bool {
     let all: Vec<Arc<OwnMachine>> = machines().clone();
-    let own = all.iter().filter(|machine| machine.process == std::process::id());
-    own.into_iter().any(|machine| machine.lock().views(start, end))
+    let mut own = all.iter().filter(|machine| machine.is_of_this_process());
+    own.any(|machine| machine.lock().views(start, end))
 }
 
-/// The machine that Pagemark means: the last one that has memory. Others are made to ask KVM for
-/// what it can do.
+/// The machine of this process that Pagemark means: the last one that has memory. Others are made
+/// to ask KVM for what it can do.
 pub fn current() -> Option<Arc<OwnMachine>> {
     // Not under the lock of all: a machine is locked for as long as the kernel takes.
     let all: Vec<Arc<OwnMachine>> = machines().clone();
-    all.into_iter().rev().find(|machine| machine.kernel.is_there() && machine.lock().has_slots())
+    let mut own = all.into_iter().rev().filter(|machine| machine.is_of_this_process());
+    own.find(|machine| machine.kernel.is_there() && machine.lock().has_slots())
 }

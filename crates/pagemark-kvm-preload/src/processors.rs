@@ -77,7 +77,8 @@ pub fn run(fd: RawFd, run: impl Fn() -> Result<c_int, c_int>) -> Result<c_int, c
         return run();
     }
     let find = |all: &Vec<Arc<Processor>>| all.iter().find(|processor| processor.fd == fd).cloned();
-    let Some(processor) = find(&PROCESSORS.read().unwrap_or_else(PoisonError::into_inner)) else { return run() };
+    let found = find(&PROCESSORS.read().unwrap_or_else(PoisonError::into_inner));
+    let Some(processor) = found.filter(|processor| processor.machine.is_of_this_process()) else { return run() };
     loop {
         let result = run();
         if result.is_err() || !processor.is_full() {

@@ -7,11 +7,11 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use pagemark_kvm_log::machine::Refusal;
 use pagemark_kvm_log::protocol::{Request, SOCKET, Status, greet, send_reply};
+use pagemark_linux::this_process::LastProcess;
 
 use crate::machines::{OwnMachine, current};
 
@@ -21,14 +21,13 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const STACK_BYTES: usize = 256 << 10;
 
 /// The process that has the thread.
-static SERVING: AtomicU32 = AtomicU32::new(0);
+static SERVING: LastProcess = LastProcess::none();
 
 /// Starts the thread, if this process has none and its environment names a socket. Nobody is told
 /// of a failure here: Pagemark finds no socket.
 pub fn start() {
     let Some(path) = std::env::var_os(SOCKET).filter(|path| !path.is_empty()) else { return };
-    let process = std::process::id();
-    if SERVING.swap(process, Ordering::SeqCst) == process {
+    if SERVING.set() {
         return;
     }
     let Ok(listener) = listen(&PathBuf::from(path)) else { return };

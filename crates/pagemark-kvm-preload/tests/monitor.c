@@ -1,6 +1,7 @@
 /*
- * A small virtual machine monitor, whose machine has a ring of as many bytes as its argument says. It does what it reads from its standard input, a command a line, and answers each with a
- * line: "ok" and what was asked for, or "error" and a number of errno.
+ * A small virtual machine monitor, whose machine has a ring of as many bytes as its argument says. With "first" as its
+ * argument, it is number 1 of a namespace of process ids. It does what it reads from its standard input, a command a
+ * line, and answers each with a line: "ok" and what was asked for, or "error" and a number of errno.
  *
  *   slot NUMBER ADDRESS PAGES BUFFER FLAGS   sets a memory slot, to the begin of a buffer; 0 pages drop it
  *   write ADDRESS COUNT STRIDE               the machine writes to a byte of each page
@@ -11,6 +12,8 @@
  *   protect BUFFER                           has userfaultfd tell of writes to a buffer, and ends that
  *   where                                    the addresses of the buffers
  *   fork                                     a child reads the log of slot 1, and executes another program
+ *   nest SOCKET                              a child, which is number 1 of its own namespace of process ids, reads
+ *                                            that log, and makes a machine with a library that is asked at a socket
  *   load SEED                                a thread lets the machine write to slot 2 all the time
  *   follow ROUNDS                            copies what the log of slot 2 says, again and again
  *   drop ROUNDS                              drops slot 4 and sets it again, again and again
@@ -22,6 +25,8 @@
 #include <linux/kvm.h>
 #include <linux/userfaultfd.h>
 #include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -29,6 +34,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -182,15 +188,63 @@ static int follow(int is_manual)
 	return 0;
 }
 
+/* Goes on as number 1 of a new namespace of process ids; the caller waits for it. */
+static void become_first(void)
+{
+	pid_t child;
+	int status;
+
+	if (unshare(CLONE_NEWPID)) {
+		printf("error %d\n", errno);
+		exit(1);
+	}
+	child = fork();
+	if (child < 0)
+		die("fork");
+	if (!child) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		return;
+	}
+	waitpid(child, &status, 0);
+	exit(!!status);
+}
+
+/* 0, if a child that has the process id of this process is another process for the library. */
+static int nest(const char *socket)
+{
+	uint64_t bits[BUFFER_PAGES / 64];
+	int status;
+	pid_t parent = getpid(), child = fork();
+
+	if (!child) {
+		become_first();
+		if (getpid() != parent)
+			_exit(3);
+		/* KVM refuses a process that has not made the machine. */
+		if (get(1, bits) != -1 || errno != EIO)
+			_exit(4);
+		if (setenv("PAGEMARK_KVM_LOG", socket, 1))
+			_exit(5);
+		make_machine(0);
+		/* The socket is there before the machine is. */
+		_exit(access(socket, F_OK) ? 6 : 0);
+	}
+	if (waitpid(child, &status, 0) != child)
+		return -1;
+	return status;
+}
+
 int main(int argc, char **argv)
 {
 	static uint64_t bits[BUFFER_PAGES / 64];
 	static const uint64_t full[BUFFER_PAGES / 64] = { [0 ... BUFFER_PAGES / 64 - 1] = ~0ull };
 	unsigned long a, b, c, d, e;
 	int is_manual = 0;
-	char line[256];
+	char line[256], path[201];
 
 	setvbuf(stdout, NULL, _IOLBF, 0);
+	if (argc > 1 && !strcmp(argv[1], "first"))
+		become_first();
 	make_machine(argc > 1 ? strtoul(argv[1], NULL, 10) : 0);
 	printf("ok\n");
 	while (fgets(line, sizeof(line), stdin)) {
@@ -247,6 +301,9 @@ int main(int argc, char **argv)
 				_exit(2);
 			}
 			failed = waitpid(child, &status, 0) != child || status;
+			errno = ECHILD;
+		} else if (sscanf(line, "nest %200s", path) == 1) {
+			failed = nest(path);
 			errno = ECHILD;
 		} else if (sscanf(line, "load %lu", &a) == 1) {
 			random_state = a;

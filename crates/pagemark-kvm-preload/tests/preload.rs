@@ -447,6 +447,27 @@ fn a_second_pagemark_is_refused_and_a_machine_outlives_the_first() {
 }
 
 #[test]
+fn a_child_with_the_id_of_the_monitor_is_another_process() {
+    let Some(program) = monitor_program() else { skip!("no machine under KVM") };
+    for keeping in keepings() {
+        let (mut monitor, started) = Monitor::start_with(program, &["first"], keeping);
+        if started == Err(libc::EPERM) {
+            skip!("no right to make a namespace of process ids");
+        }
+        assert_eq!(started, Ok(Vec::new()));
+        monitor.slot(1, 0x1000_0000, 300, 1, LOGGED);
+        let one = monitor.buffer(1);
+        let mut log = monitor.log();
+        monitor.write(0x1000_0000, 7, 3);
+        let socket = monitor.directory.path().join("child");
+        let nested = monitor.run(&format!("nest {}", socket.display()));
+        // The child takes none of what the machine has written.
+        assert_oracle_eq!(log.collect(one), pages((0..7).map(|page| page * 3)), "{keeping:?}");
+        assert_eq!(nested, Ok(Vec::new()), "{keeping:?}: the child is no process of its own for the library");
+    }
+}
+
+#[test]
 fn a_ring_is_refused_and_programs_without_a_machine_are_left_alone() {
     let output = Command::new("cat").arg("/proc/self/environ").env("LD_PRELOAD", library()).output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");

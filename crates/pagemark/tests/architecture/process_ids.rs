@@ -10,12 +10,22 @@ use syn::visit::{self, Visit};
 use super::imports::{attributes_of, is_for_tests};
 use super::{is_of_module, root, sources};
 
-/// The crates that programs link.
-const LIBRARIES: [&str; 6] =
-    ["pagemark", "pagemark-linux", "pagemark-heap", "pagemark-malloc", "pagemark-c", "pagemark-python"];
+/// The crates that programs link or preload.
+const LIBRARIES: [&str; 10] = [
+    "pagemark",
+    "pagemark-linux",
+    "pagemark-heap",
+    "pagemark-malloc",
+    "pagemark-c",
+    "pagemark-python",
+    "pagemark-explore",
+    "pagemark-kvm-log",
+    "pagemark-kvm-preload",
+    "pagemark-kvm-protocol",
+];
 
 /// The files that use the id as what it is: how often, and what for.
-const USES: [(&str, usize, &str); 11] = [
+const USES: [(&str, usize, &str); 12] = [
     ("pagemark/repository/lock.rs", 1, "a text"),
     ("pagemark/region/target.rs", 1, "a text"),
     ("pagemark/track/emulate.rs", 1, "a system call"),
@@ -27,6 +37,7 @@ const USES: [(&str, usize, &str); 11] = [
     ("pagemark-linux/segv.rs", 1, "a system call"),
     ("pagemark-linux/this_process.rs", 1, "what tells where the kernel clears no page"),
     ("pagemark-heap/saved/target.rs", 1, "a text"),
+    ("pagemark-kvm-protocol/park.rs", 1, "a system call of another process"),
 ];
 
 /// The uses of one file, those in tests exempt.
