@@ -13,15 +13,15 @@ pub(crate) enum Access {
     Writable,
 }
 
-/// Memory that an object has counted as viewed: its start and its size in bytes.
+/// Memory that an object gives away: its start and its size in bytes.
 pub(crate) type Exported = (*mut c_void, ffi::Py_ssize_t);
 
 /// Fills `view` with the memory that `owner` has exported, or sets it to what the protocol asks of
-/// exporters that fail. `release` takes the view off the count if Python does not accept it.
+/// exporters that fail. `release` takes the view off a count of views if Python does not accept it.
 ///
 /// # Safety
 /// `view` is the one that Python passes to `__getbuffer__` of `owner`. The exported memory stays
-/// mapped as long as the view counts.
+/// mapped as long as `owner`.
 pub(crate) unsafe fn fill<T>(
     owner: &Bound<'_, T>,
     view: *mut ffi::Py_buffer,

@@ -62,7 +62,7 @@ pub struct SavedHeap {
 struct State {
     /// None when closed.
     held: Option<Held>,
-    /// Views of data that exist, by the name of the data.
+    /// Objects that have given away the address of their data, by its name.
     exports: BTreeMap<String, usize>,
 }
 
@@ -81,6 +81,18 @@ pub struct HeapBuffer {
     heap: Py<SavedHeap>,
     name: String,
     data: Data,
+    /// True once somebody has got the address of the data. The data then stays as long as this
+    /// object: what is made of a buffer may have its address and no view, but keep the object, as
+    /// `numpy.ndarray(shape, buffer=buffer)` does.
+    is_known: Mutex<bool>,
+}
+
+impl Drop for HeapBuffer {
+    fn drop(&mut self) {
+        if *self.is_known.get_mut().unwrap_or_else(PoisonError::into_inner) {
+            self.heap.get().release(&self.name);
+        }
+    }
 }
 
 /// The memory of something with a name.
@@ -285,23 +297,24 @@ impl SavedHeap {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a view of data that has a name. False if the name has other data or none.
-    fn export(&self, name: &str, data: Data) -> bool {
+    /// Counts an object that gives away the address of data that has a name, if it is to be
+    /// counted. False if the name has other data or none.
+    fn export(&self, name: &str, data: Data, is_counted: bool) -> bool {
         let mut state = self.lock();
         let held = state.held.as_ref().filter(|held| held.heap.check_process().is_ok());
         let is_there = held.and_then(|held| held.data(name)) == Some(data);
-        if is_there {
+        if is_there && is_counted {
             *state.exports.entry(name.to_owned()).or_default() += 1;
         }
         is_there
     }
 
-    /// Takes a view off the count.
+    /// Takes an object off the count.
     fn release(&self, name: &str) {
         let mut state = self.lock();
-        if let Some(views) = state.exports.get_mut(name) {
-            *views -= 1;
-            if *views == 0 {
+        if let Some(objects) = state.exports.get_mut(name) {
+            *objects -= 1;
+            if *objects == 0 {
                 state.exports.remove(name);
             }
         }
@@ -314,7 +327,7 @@ impl SavedHeap {
     fn view(slf: &Bound<'_, Self>, name: &str) -> PyResult<HeapBuffer> {
         let data = slf.get().lock().usable()?.data(name);
         let data = data.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
-        Ok(HeapBuffer { heap: slf.clone().unbind(), name: name.to_owned(), data })
+        Ok(HeapBuffer { heap: slf.clone().unbind(), name: name.to_owned(), data, is_known: Mutex::new(false) })
     }
 
     /// The description of what has a name, if something has it.
@@ -340,6 +353,7 @@ impl SavedHeap {
     fn remove(&self, name: &str) -> PyResult<()> {
         let _names = self.lock_names();
         let mut state = self.lock();
+        state.usable()?;
         if let Some(views) = state.exports.get(name) {
             let message = format!("{views} views of {name:?} exist: delete them before it is freed");
             return Err(PyBufferError::new_err(message));
@@ -465,7 +479,8 @@ impl SavedHeap {
         }
     }
 
-    /// Frees what has a name. Raises BufferError as long as views of it exist.
+    /// Frees what has a name. Raises BufferError as long as views of it exist, or a `HeapBuffer`
+    /// that has been viewed.
     fn __delitem__(&self, py: Python<'_>, name: &str) -> PyResult<()> {
         py.detach(|| self.remove(name))
     }
@@ -511,7 +526,7 @@ impl SavedHeap {
     }
 
     /// Unmaps the heap. What was not saved is lost. Raises BufferError as long as views of its data
-    /// exist.
+    /// exist, or a `HeapBuffer` that has been viewed.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let held = {
             let mut state = self.lock();
@@ -535,6 +550,17 @@ impl SavedHeap {
     }
 }
 
+impl HeapBuffer {
+    /// Counts this object, once, as one that has given away the address of its data. False if the
+    /// data is not there.
+    fn export(&self) -> bool {
+        let mut is_known = self.is_known.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_there = self.heap.get().export(&self.name, self.data, !*is_known);
+        *is_known |= is_there;
+        is_there
+    }
+}
+
 #[pymethods]
 impl HeapBuffer {
     /// The name in the heap.
@@ -555,20 +581,14 @@ impl HeapBuffer {
     /// Called by Python, which passes a view to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let this = slf.get();
-        let exported = if this.heap.get().export(&this.name, this.data) {
+        let exported = if this.export() {
             Ok((this.data.start.as_ptr().cast::<c_void>(), this.data.bytes as ffi::Py_ssize_t))
         } else {
             let reason = format!("{:?} was freed, the heap is closed, or it belongs to the parent process", this.name);
             Err(PyValueError::new_err(reason))
         };
-        // SAFETY: Python passes the view. The bytes stay mapped: the view counts as an export.
-        unsafe { buffer::fill(&slf, view, flags, exported, Access::Writable, || this.heap.get().release(&this.name)) }
-    }
-
-    /// # Safety
-    /// Called by Python, once for each view that was filled.
-    unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
-        self.heap.get().release(&self.name);
+        // SAFETY: Python passes the view. The bytes stay mapped as long as the object, which is counted.
+        unsafe { buffer::fill(&slf, view, flags, exported, Access::Writable, || {}) }
     }
 }
 

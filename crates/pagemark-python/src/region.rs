@@ -59,7 +59,7 @@ pub struct Region {
 /// A region, and the view of the buffer whose memory it has adopted.
 pub struct Held {
     pub region: ManuallyDrop<pagemark::Region>,
-    _adopted: Option<PyUntypedBuffer>,
+    adopted: Option<PyUntypedBuffer>,
     /// True once somebody has got the address of the memory.
     is_known: AtomicBool,
     /// That of the Python object, which exists longer.
@@ -67,15 +67,16 @@ pub struct Held {
 }
 
 /// The memory of a closed region. What is made of a buffer may have its address and no view, but
-/// keep the object, as `numpy.ndarray(shape, buffer=region)` does. Adopted memory is given back.
-type Former = Arc<Mutex<Option<FormerMemory>>>;
+/// keep the object, as `numpy.ndarray(shape, buffer=region)` does.
+type Former = Arc<Mutex<Option<(FormerMemory, Option<PyUntypedBuffer>)>>>;
 
 impl Drop for Held {
     fn drop(&mut self) {
         // SAFETY: the region is not used again.
         let former = unsafe { ManuallyDrop::take(&mut self.region) }.into_memory();
         if self.is_known.load(Ordering::Relaxed) {
-            *self.former.lock().unwrap_or_else(PoisonError::into_inner) = Some(former);
+            let former = Some((former, self.adopted.take()));
+            *self.former.lock().unwrap_or_else(PoisonError::into_inner) = former;
         }
     }
 }
@@ -115,7 +116,7 @@ impl Region {
         let mechanism = region.mechanism();
         let former = Former::default();
         let (region, is_known) = (ManuallyDrop::new(region), AtomicBool::new(false));
-        let held = Some(Arc::new(Held { region, _adopted: adopted, is_known, former: former.clone() }));
+        let held = Some(Arc::new(Held { region, adopted, is_known, former: former.clone() }));
         Region { state: Mutex::new(State { held, exports: 0, _former: former }), mechanism, has_rollback }
     }
 
@@ -179,10 +180,11 @@ impl Region {
     }
 
     /// Makes existing memory a region: a writable, contiguous buffer of whole pages, such as an
-    /// `mmap` or a NumPy array over one. The region holds a view of the buffer until
-    /// it is closed; then the memory is as it was before, except that `emulate` turns private
-    /// memory into shared anonymous memory that children made by `os.fork` do not have. No other
-    /// code may change the mapping meanwhile, or make a mapped file shorter.
+    /// `mmap` or a NumPy array over one. The region holds a view of the buffer until it is closed
+    /// or, where the region itself was viewed (`memoryview(region)`), as long as the object exists.
+    /// Once it is closed the memory is as it was before, except that `emulate` turns private memory
+    /// into shared anonymous memory that children made by `os.fork` do not have. No other code may
+    /// change the mapping meanwhile, or make a mapped file shorter.
     ///
     /// Shared memory (`mmap.mmap` by default, `numpy.memmap` in mode "r+") raises ValueError,
     /// because most mechanisms do not see writes of other processes. `sole_use=True` promises that

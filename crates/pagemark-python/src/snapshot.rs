@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::hash::{Hash, Hasher};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::OnceLock;
 
 use pagemark::region::RegionSnapshot;
 use pagemark::snapshot::{SnapshotCopy, SnapshotStore};
@@ -12,7 +12,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyType};
 
-use crate::buffer::{self, Access, Exported};
+use crate::buffer::{self, Access};
 use crate::errors;
 use crate::ranges::Ranges;
 use crate::repository::{Checkpoint, Repository};
@@ -26,7 +26,8 @@ use crate::store::Store;
 ///
 /// A snapshot is a read-only buffer: `numpy.frombuffer(snapshot, dtype=...)`. The store holds the
 /// content in chunks, so the first view copies it into one piece, which all views share and which
-/// is freed with the last of them; zeros take no memory. `read` copies only what it returns.
+/// is freed with the snapshot; zeros take no memory. `read` copies only what it returns, and the
+/// snapshot keeps no copy of it.
 ///
 /// Snapshots can be pickled; `copy.copy` and `copy.deepcopy` return the same snapshot. `encode`
 /// returns a snapshot as bytes, and `Snapshot(encoded)` reads it, in a store of its own or in
@@ -34,19 +35,15 @@ use crate::store::Store;
 #[pyclass(frozen, eq, hash, weakref, module = "pagemark")]
 pub struct Snapshot {
     pub(crate) snapshot: RegionSnapshot,
-    viewed: Mutex<Viewed>,
-}
-
-/// The content in one piece, while views of it exist.
-#[derive(Default)]
-struct Viewed {
-    copy: Option<Arc<SnapshotCopy>>,
-    views: usize,
+    /// The content in one piece, once it was viewed. It stays as long as the object: what is made
+    /// of a buffer may have its address and no view, as `numpy.ndarray(shape, buffer=snapshot)`
+    /// does.
+    copy: OnceLock<SnapshotCopy>,
 }
 
 impl From<RegionSnapshot> for Snapshot {
     fn from(snapshot: RegionSnapshot) -> Self {
-        Snapshot { snapshot, viewed: Mutex::default() }
+        Snapshot { snapshot, copy: OnceLock::new() }
     }
 }
 
@@ -63,26 +60,14 @@ impl Hash for Snapshot {
 }
 
 impl Snapshot {
-    /// Call nothing of Python with the lock held; see `Region::lock`.
-    fn lock(&self) -> MutexGuard<'_, Viewed> {
-        self.viewed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Viewed {
-    /// Counts a view of the copy that there is, or of this one. Returns its start and size.
-    fn export(&mut self, copy: Arc<SnapshotCopy>) -> Exported {
-        let copy = self.copy.get_or_insert(copy);
-        self.views += 1;
-        (copy.as_ptr().cast_mut().cast::<c_void>(), copy.len() as ffi::Py_ssize_t)
-    }
-
-    /// Takes a view off the count. Without views the copy is dropped.
-    fn release(&mut self) {
-        self.views -= 1;
-        if self.views == 0 {
-            self.copy = None;
+    /// The copy that all views share.
+    fn copy(&self, py: Python<'_>) -> PyResult<&SnapshotCopy> {
+        if let Some(copy) = self.copy.get() {
+            return Ok(copy);
         }
+        let copy = py.detach(|| self.snapshot.content().copy()).map_err(errors::of_error)?;
+        // Another thread may have made one meanwhile.
+        Ok(self.copy.get_or_init(|| copy))
     }
 }
 
@@ -173,20 +158,9 @@ impl Snapshot {
     /// # Safety
     /// Called by Python, which passes a view to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let (this, py) = (slf.get(), slf.py());
-        let known = this.lock().copy.clone();
-        let copy = match known {
-            Some(copy) => Ok(copy),
-            None => py.detach(|| this.snapshot.content().copy()).map(Arc::new).map_err(errors::of_error),
-        };
-        let exported = copy.map(|copy| this.lock().export(copy));
-        // SAFETY: Python passes the view. The bytes stay mapped: the view is counted.
-        unsafe { buffer::fill(&slf, view, flags, exported, Access::ReadOnly, || this.lock().release()) }
-    }
-
-    /// # Safety
-    /// Called by Python, once for each view that was filled.
-    unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
-        self.lock().release();
+        let copy = slf.get().copy(slf.py());
+        let exported = copy.map(|copy| (copy.as_ptr().cast_mut().cast::<c_void>(), copy.len() as ffi::Py_ssize_t));
+        // SAFETY: Python passes the view. The bytes stay mapped as long as the object.
+        unsafe { buffer::fill(&slf, view, flags, exported, Access::ReadOnly, || {}) }
     }
 }

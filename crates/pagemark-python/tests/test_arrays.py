@@ -1,5 +1,6 @@
 import copy
 import gc
+import mmap
 import pickle
 import subprocess
 import sys
@@ -212,3 +213,34 @@ def test_an_array_that_is_no_view_stays_usable() -> None:
     del region, buffer
     array[8] = array[7]
     assert array[8] == 5
+
+
+def test_an_array_that_is_no_view_stays_usable_over_a_snapshot() -> None:
+    region = pagemark.Region(4 << 20)
+    memoryview(region)[7] = 5
+    snapshot = region.snapshot()
+    buffer: Any = snapshot
+    array = numpy.ndarray((4 << 20,), numpy.uint8, buffer=buffer)
+    again = numpy.frombuffer(buffer, numpy.uint8)
+    assert array.ctypes.data == again.ctypes.data
+    del snapshot, buffer, again
+    region.close()
+    gc.collect()
+    assert array[7] == 5 and int(array.sum()) == 5
+
+
+def test_an_array_that_is_no_view_keeps_adopted_memory() -> None:
+    memory = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = pagemark.Region.adopt(memory)
+    region.close()
+    # Nobody had the address of the region.
+    region = pagemark.Region.adopt(memory)
+    buffer: Any = region
+    array = numpy.ndarray((4 << 20,), numpy.uint8, buffer=buffer)
+    array[7] = 5
+    region.close()
+    with pytest.raises(BufferError):
+        memory.close()
+    assert array[7] == memory[7] == 5
+    del array, region, buffer
+    memory.close()

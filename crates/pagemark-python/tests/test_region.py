@@ -242,6 +242,10 @@ def test_memory_is_adopted_and_given_back(mechanism: str) -> None:
     memory[5] = 10
     assert array[0] == 10 << 40
     del array
+    # Somebody had the address of the memory from the region.
+    with pytest.raises(BufferError):
+        memory.close()
+    del region
     memory.close()
 
 
