@@ -17,12 +17,14 @@ pub mod files;
 pub mod memory;
 pub mod process;
 pub mod signal;
+mod structure;
 pub mod track;
 pub mod userfault;
 mod writes;
 
 use crate::call_table::{self, Kind};
 use clone::Clone;
+use structure::Structure;
 
 /// How a call is refused: with an errno, and with what the machine lacks if Linux would carry it
 /// out.
@@ -180,7 +182,7 @@ impl Thread {
                 self.limit_addresses(c, arguments[3]).map(done)
             }
             libc::SYS_userfaultfd => self.pass(userfault::open(call)),
-            libc::SYS_ioctl => self.pass(userfault::ioctl(call)?),
+            libc::SYS_ioctl => self.pass(userfault::ioctl(call)),
             _ if number == machine_calls::CALL => self.track(arguments).map(done),
             _ => self.pass(call),
         }
@@ -189,7 +191,8 @@ impl Thread {
     /// Lets the kernel carry out a call that it can, after its arguments were checked.
     fn pass(&mut self, mut call: Call) -> Result<Outcome, Refusal> {
         let passed = call_table::passed(call.number).ok_or_else(|| Refusal::lacking(libc::ENOSYS, ""))?;
-        let writes = writes::of(&call, passed);
+        let mut structure = Structure::of(&call);
+        let writes = writes::of(&call, passed, structure.as_ref());
         let mut own_path = None;
         for (index, kind) in passed.kinds.iter().enumerate() {
             let argument = call.arguments[index];
@@ -218,7 +221,13 @@ impl Thread {
             }
         }
         let other = writes::to_proc(&call, &writes).and_then(other_process::of_memory);
+        if let Some(structure) = &mut structure {
+            structure.give(&mut call)?;
+        }
         let result = other_process::noting(other, || self.interruptible(&call, writes));
+        if let Some(structure) = structure {
+            structure.take_back(self)?;
+        }
         if result == -i64::from(libc::EINTR) && self.slot.waits() {
             self.call_mask = signal::mask_of(&call);
         }

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -70,6 +71,13 @@ int main(void)
 	send(pair[0], "abc", 3, 0);
 	struct msghdr message = {.msg_iov = &list, .msg_iovlen = 1};
 	expect("recvmsg", recvmsg(pair[1], &message, MSG_DONTWAIT), EFAULT);
+	// Structures that lead to it: the list of PAGEMAP_SCAN, and the name of PROCMAP_QUERY.
+	uint64_t page = (uint64_t)own & -4096ul;
+	uint64_t scan[12] = {96, 0, page, page + 4096, 0, start, 1, 0, 0, 0, 8, 8};
+	expect("PAGEMAP_SCAN", ioctl(open("/proc/self/pagemap", O_RDONLY), 0xc0606610, scan), EFAULT);
+	uint64_t query[13] = {104, 0, (uint64_t)main};
+	query[10] = 16, query[11] = start;
+	expect("PROCMAP_QUERY", ioctl(open("/proc/self/maps", O_RDONLY), 0xc0686611, query), EFAULT);
 	// The descriptors of the machine.
 	int ours = 0;
 	DIR *all = opendir("/proc/self/fd");

@@ -5,7 +5,6 @@
 //! kernel's, and calls that change mappings hold the lock that a fault takes.
 
 use crate::sys::host_call::Call;
-use crate::sys::program_memory;
 
 use super::Refusal;
 
@@ -14,7 +13,7 @@ const USER_MODE_ONLY: u64 = 1;
 /// `USERFAULTFD_IOC_NEW` of `/dev/userfaultfd`: its argument is that of `userfaultfd`.
 const NEW: u64 = 0xaa00;
 /// `UFFDIO_API`: its argument leads to the version and to the features.
-const API: u64 = 0xc018_aa3f;
+pub const API: u64 = 0xc018_aa3f;
 /// `UFFD_FEATURE_EVENT_…` of `fork`, `mremap` and `munmap`, which wait until the program has read
 /// the event. It may not be able to, as another page that it needs waits for the lock.
 const EVENTS: u64 = 1 << 1 | 1 << 2 | 1 << 6;
@@ -26,19 +25,20 @@ pub fn open(mut call: Call) -> Call {
 }
 
 /// `ioctl`, as the kernel is asked for it.
+pub fn ioctl(mut call: Call) -> Call {
+    if call.arguments[1] & 0xffff_ffff == NEW {
+        call.arguments[2] &= !USER_MODE_ONLY;
+    }
+    call
+}
+
+/// Whether the machine has the features for which [`API`] asks.
 ///
 /// # Errors
-/// If it asks for features that the machine does not have.
-pub fn ioctl(mut call: Call) -> Result<Call, Refusal> {
-    match call.arguments[1] & 0xffff_ffff {
-        NEW => call.arguments[2] &= !USER_MODE_ONLY,
-        API => {
-            let words = program_memory::read_words(call.arguments[2], 2)?;
-            if words[1] & EVENTS != 0 {
-                return Err(Refusal::lacking(libc::EINVAL, "events of userfaultfd for changed mappings"));
-            }
-        }
-        _ => {}
+/// If it does not.
+pub fn check_features(features: u64) -> Result<(), Refusal> {
+    if features & EVENTS == 0 {
+        return Ok(());
     }
-    Ok(call)
+    Err(Refusal::lacking(libc::EINVAL, "events of userfaultfd for changed mappings"))
 }

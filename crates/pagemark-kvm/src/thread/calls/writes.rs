@@ -1,19 +1,21 @@
 //! What the kernel may write to the program's memory in the calls that it carries out as they are.
 //!
-//! A structure that says so itself is read before the call. What a device writes by itself later
-//! is not known here, nor to a mechanism of the host.
+//! Where a structure says so itself, the kernel gets the copy that was read. What a device writes
+//! by itself later is not known here, nor to a mechanism of the host.
 
 use crate::call_table::{KernelCall, Kind, Target};
+use crate::sys::descriptors;
 use crate::sys::host_call::Call;
-use crate::sys::{descriptors, program_memory};
 use crate::writes::Writes;
+
+use super::structure::Structure;
 
 /// Bytes of the largest element of a list that the kernel fills: `struct epoll_event`, or `pollfd`.
 const ELEMENT_BYTES: u64 = 16;
 
 /// `ioctl`s that fill the structure at their argument, or none: of terminals, files, sockets and
 /// userfaultfd.
-const PLAIN: [u64; 20] = [
+const PLAIN: [u64; 19] = [
     0x5401,
     0x5402,
     0x5403,
@@ -33,24 +35,20 @@ const PLAIN: [u64; 20] = [
     0xc020_aa00,
     0x8010_aa01,
     0xc018_aa06,
-    0xc018_aa3f,
 ];
-const PAGEMAP_SCAN: u64 = 0xc060_6610;
-const PROCMAP_QUERY: u64 = 0xc068_6611;
-/// Bytes of `struct page_region`, of which `PAGEMAP_SCAN` fills a list.
-const PAGE_REGION_BYTES: u64 = 24;
 
 const TCP_ZEROCOPY_RECEIVE: u64 = 35;
 /// Options of IP from this number on are those of the packet filter.
 const FIRST_FILTER_OPTION: u64 = 64;
 
-/// The writes of `call`, whose arguments `passed` describes.
-pub fn of(call: &Call, passed: &KernelCall) -> Writes {
+/// The writes of `call`, whose arguments `passed` describes, and whose `structure` the kernel gets.
+pub fn of(call: &Call, passed: &KernelCall, structure: Option<&Structure>) -> Writes {
     let arguments = call.arguments;
-    match call.number as i64 {
-        libc::SYS_ioctl => return of_ioctl(arguments[1] & 0xffff_ffff, arguments[2]),
-        libc::SYS_getsockopt => return of_getsockopt(arguments),
-        libc::SYS_setsockopt => return of_setsockopt(arguments),
+    match (call.number as i64, structure) {
+        (libc::SYS_getsockopt, Some(len)) => return of_getsockopt(arguments, len.length()),
+        (_, Some(structure)) => return structure.writes(),
+        (libc::SYS_ioctl, None) => return of_ioctl(arguments[1] & 0xffff_ffff, arguments[2]),
+        (libc::SYS_setsockopt, None) => return of_setsockopt(arguments),
         _ => {}
     }
     if file_written_by(call).is_some_and(is_of_proc) {
@@ -95,34 +93,19 @@ pub fn is_of_proc(fd: u64) -> bool {
 }
 
 fn of_ioctl(request: u64, at: u64) -> Writes {
-    let plain = Writes::NONE.and_structure(at);
-    match request {
-        _ if PLAIN.contains(&request) => plain,
-        // The list, and its length.
-        PAGEMAP_SCAN => match program_memory::read_words(at, 7) {
-            Ok(words) => plain.and(words[5], words[6].saturating_mul(PAGE_REGION_BYTES)),
-            Err(program_memory::Fault) => plain,
-        },
-        // The lengths of name and build identifier, and their addresses.
-        PROCMAP_QUERY => match program_memory::read_words(at, 13) {
-            Ok(words) => plain.and(words[11], words[10] & 0xffff_ffff).and(words[12], words[10] >> 32),
-            Err(program_memory::Fault) => plain,
-        },
-        _ => Writes::anywhere(),
-    }
+    if PLAIN.contains(&request) { Writes::NONE.and_structure(at) } else { Writes::anywhere() }
 }
 
-fn of_getsockopt([_, level, option, value, len, _]: [u64; 6]) -> Writes {
+fn of_getsockopt([_, level, option, value, ..]: [u64; 6], len: Option<u64>) -> Writes {
     let is_plain = match level as i32 {
         libc::SOL_SOCKET => true,
         libc::IPPROTO_TCP => option & 0xffff_ffff != TCP_ZEROCOPY_RECEIVE,
         _ => false,
     };
-    let mut bytes = [0; 4];
-    match program_memory::read(len, &mut bytes) {
-        Ok(()) if is_plain => Writes::NONE.and(value, u32::from_le_bytes(bytes).into()).and(len, 4),
-        Ok(()) => Writes::anywhere(),
-        Err(program_memory::Fault) => Writes::NONE,
+    match len {
+        Some(len) if is_plain => Writes::NONE.and(value, len),
+        Some(_) => Writes::anywhere(),
+        None => Writes::NONE,
     }
 }
 
@@ -142,7 +125,7 @@ mod tests {
 
     fn ranges(number: i64, arguments: [u64; 6]) -> Vec<(u64, u64)> {
         let call = Call { number: number as u64, arguments };
-        of(&call, passed(call.number).expect("in the table")).iter().collect()
+        of(&call, passed(call.number).expect("in the table"), Structure::of(&call).as_ref()).iter().collect()
     }
 
     #[test]
