@@ -36,7 +36,7 @@ pub struct MemoryOptions {
     pub tracking: TrackingOptions,
     /// Memory for copied pages until they are stored; pages that are copied while the program is
     /// frozen are added to that [default: a quarter of the available memory, at most 2GiB, or
-    /// 512MiB for the first checkpoint]
+    /// 64MiB for the first checkpoint]
     #[arg(long, value_name = "SIZE", value_parser = text::parse_bytes)]
     in_flight: Option<usize>,
     /// Store each page whole, never as what changed in it since an earlier checkpoint: more is

@@ -172,7 +172,7 @@ impl Checkpointer {
     /// Limits the memory that copied pages take up until they are stored. Pages that are copied
     /// while the target is being frozen, or is frozen, are added to that, because nothing is stored
     /// in that time. None: a quarter of the available memory, at least 4 MiB, and at most 2 GiB, or
-    /// 512 MiB in the first capture.
+    /// 64 MiB in the first capture.
     pub fn limit_in_flight(&mut self, bytes: Option<usize>) {
         self.in_flight_bytes = bytes;
     }

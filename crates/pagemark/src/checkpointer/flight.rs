@@ -14,8 +14,10 @@ use crate::{AddressRangeExt, ByteCount, Error, ErrorKind, PAGE_SIZE, PageNumber,
 /// machine has to spare, but at most this many bytes. A page that a later round copies again is
 /// then hashed, compressed and stored only once, and a round takes no longer than its copying.
 const MAX_BYTES: usize = 2 << 30;
-/// The same for a capture that copies all memory: more gains little, since each page is stored.
-const MAX_FIRST_BYTES: usize = 512 << 20;
+/// The same for a capture that copies all memory. More gains little, since each page is stored, and
+/// costs the zeroing of new memory: three times as much as all else of a checkpoint, where a
+/// hypervisor takes back what its guests free.
+const MAX_FIRST_BYTES: usize = 64 << 20;
 /// The least limit that is chosen on a machine, or in a control group, with little memory.
 const MIN_BYTES: usize = 4 << 20;
 /// Divisor of the available memory that gives the part for pages in flight.
