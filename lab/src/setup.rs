@@ -62,6 +62,8 @@ pub enum Part {
     Miri,
     /// What makes the C header.
     C,
+    /// Rust's standard library for musl, for the static C library.
+    Musl,
     /// What compares the interfaces of the libraries with those of the last release.
     Semver,
     /// What makes the book of the documents.
@@ -75,7 +77,7 @@ pub enum Part {
 }
 
 impl Part {
-    const NAMED: [(&'static str, Part); 12] = [
+    const NAMED: [(&'static str, Part); 13] = [
         ("packages", Part::Packages),
         ("programs", Part::Programs),
         ("criu", Part::Criu),
@@ -83,6 +85,7 @@ impl Part {
         ("fuzz", Part::Fuzz),
         ("miri", Part::Miri),
         ("c", Part::C),
+        ("musl", Part::Musl),
         ("semver", Part::Semver),
         ("book", Part::Book),
         ("python", Part::Python),
@@ -127,6 +130,10 @@ pub fn set_up(part: Part) -> Result<()> {
         }
         Part::C => {
             optional("cbindgen", "the C header is not compared with the sources", cbindgen());
+            Ok(())
+        }
+        Part::Musl => {
+            optional("Rust for musl", "the static library for musl is not tested", musl());
             Ok(())
         }
         Part::Semver => {
@@ -325,6 +332,18 @@ fn nightly_toolchain() -> Result<()> {
 
 fn cbindgen() -> Result<()> {
     pinned_tool("cbindgen", CBINDGEN, "cbindgen", "a minute", &[])
+}
+
+fn musl() -> Result<()> {
+    const TARGET: &str = "x86_64-unknown-linux-musl";
+    let libraries = ["--print", "target-libdir", "--target", TARGET];
+    let libraries = command::output(Command::new("rustc").args(libraries), "rustc", "install Rust")?;
+    if Path::new(libraries.trim()).exists() {
+        return Ok(());
+    }
+    progress!("fetching Rust's standard library for musl (some seconds)");
+    let operation = format!("rustup target add {TARGET}");
+    command::run(Command::new("rustup").args(["target", "add", TARGET]), &operation, "install rustup")
 }
 
 fn semver_checks() -> Result<()> {

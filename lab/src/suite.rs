@@ -372,7 +372,7 @@ fn host_steps(
 ) -> Tested {
     let mut tools = vec![setup::Part::Criu, setup::Part::Rust, setup::Part::C, setup::Part::Book, setup::Part::Python];
     if options.extent == Extent::Full {
-        tools.extend([setup::Part::Fuzz, setup::Part::Miri, setup::Part::Semver]);
+        tools.extend([setup::Part::Fuzz, setup::Part::Miri, setup::Part::Musl, setup::Part::Semver]);
     }
     steps.run("tools", || tools.into_iter().try_for_each(setup::set_up).into());
     drop(send_tools);

@@ -26,8 +26,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Install what building and testing needs: packages, programs, criu, rust, fuzz, c, semver,
-    /// book, python, demo or all
+    /// Install what building and testing needs: packages, programs, criu, rust, fuzz, c, musl,
+    /// semver, book, python, demo or all
     Setup {
         #[arg(default_value = "all")]
         part: setup::Part,
