@@ -9,29 +9,47 @@ use std::fs::File;
 use std::io::{PipeReader, Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::failure::{Failure, Place, TestName, finding, is_undefined_behaviour};
+use crate::idle::IdleProcessors;
 use crate::left_over::{self, TemporaryDirectory, Watch};
 use crate::libtest::{self, Summary};
 use crate::steps::lock;
 use crate::test_programs::{TestBinaries, TestBinary};
 use crate::{Error, Result, command, contained, source_root};
 
-/// So many run at a time. More would take processors from what runs beside.
+/// So many programs run at a time, whatever runs beside.
 const LANES: usize = 2;
-/// So many more run at a time once nothing runs beside.
-const MORE_LANES: usize = 2;
-/// How often a lane looks whether it can begin.
-const LANE_PAUSE: Duration = Duration::from_millis(200);
+/// So many more run at a time if processors are idle when they begin.
+const MORE_LANES: usize = 4;
 /// How long the programs that a binary has left may still print.
 const LEFT_LIMIT: Duration = Duration::from_secs(30);
 /// How much longer the containing program may take than the contained one.
 const CONTAINED_LIMIT: Duration = Duration::from_secs(120);
 /// The name of the tests in the documentation, which cargo compiles and runs.
 const DOCUMENTATION: &str = "the examples of the documentation";
+
+/// The programs that take longest, which begin first: none of them is left alone at the end.
+pub const FIRST: [&str; 16] = [
+    "pagemark-cli machine",
+    "pagemark-testing comes_back",
+    "pagemark-replay simulate",
+    "pagemark-trace pagemark_trace",
+    "pagemark-cli deaths",
+    "pagemark-cli simulate",
+    "pagemark-process pagemark_process",
+    "pagemark pagemark",
+    "pagemark-vm load",
+    "papers vm",
+    "pagemark-c c",
+    "pagemark-cli attacks",
+    "pagemark-kvm programs",
+    "pagemark-vm qemu",
+    "pagemark-cli vm",
+    "pagemark-process attach",
+];
 
 /// A program whose tests libtest runs.
 pub struct TestProgram {
@@ -124,24 +142,26 @@ pub struct Results {
     pub files: Vec<String>,
 }
 
-/// Runs the programs, several at a time, and more at a time once nothing has the other end of
-/// `beside`. Writes their outputs to `log`, one after another. `watch` finds out what they leave.
+/// Runs the programs, several at a time, and more at a time while processors are idle. Those that
+/// take long begin first. Writes their outputs to `log`, one after another. `watch` finds out what
+/// they leave.
 ///
 /// # Errors
 /// If a program cannot be started, or the log cannot be written.
-pub fn run_programs(
-    programs: &[TestProgram],
-    manner: Manner,
-    watch: &Watch,
-    log: &Path,
-    beside: &mpsc::Receiver<()>,
-) -> Result<Results> {
-    let queue = Mutex::new(programs.iter());
+pub fn run_programs(programs: &[TestProgram], manner: Manner, watch: &Watch, log: &Path) -> Result<Results> {
+    let mut order: Vec<&TestProgram> = programs.iter().collect();
+    order.sort_by_key(|program| FIRST.iter().position(|&name| name == program.name).unwrap_or(FIRST.len()));
+    let order = &order;
+    let queue = Mutex::new(order.iter());
+    let idle = IdleProcessors::default();
     let log_file = Mutex::new(File::create(log).map_err(Error::file("create", log))?);
     let results = Mutex::new(Results::default());
-    let lane = || -> Result<()> {
+    let lane = |waits: bool| -> Result<()> {
         loop {
-            let Some(program) = lock(&queue).next() else { return Ok(()) };
+            if waits {
+                idle.wait(|| lock(&queue).len() == 0);
+            }
+            let Some(&program) = lock(&queue).next() else { return Ok(()) };
             watch.begin(&program.name);
             let run = Run::of(program, manner);
             watch.end(&program.name);
@@ -158,13 +178,8 @@ pub fn run_programs(
         }
     };
     std::thread::scope(|scope| {
-        let mut lanes: Vec<_> = (0..LANES).map(|_| scope.spawn(lane)).collect();
-        while lock(&queue).len() > 0 {
-            if beside.recv_timeout(LANE_PAUSE) == Err(RecvTimeoutError::Disconnected) {
-                lanes.extend((0..MORE_LANES).map(|_| scope.spawn(lane)));
-                break;
-            }
-        }
+        let lane = &lane;
+        let lanes: Vec<_> = (0..LANES + MORE_LANES).map(|number| scope.spawn(move || lane(number >= LANES))).collect();
         lanes.into_iter().try_for_each(|lane| lane.join().expect("a lane does not panic"))
     })?;
     Ok(results.into_inner().unwrap_or_else(PoisonError::into_inner))

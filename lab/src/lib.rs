@@ -27,6 +27,7 @@ pub mod go_suite;
 pub mod history;
 pub mod host_tests;
 pub mod hypervisor;
+pub mod idle;
 pub mod installed_source;
 pub mod kernel;
 pub mod kernel_build;

@@ -3,7 +3,6 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::mpsc;
 use std::time::Duration;
 
 use crate::archive::{self, Apt};
@@ -73,8 +72,7 @@ pub fn run(arguments: &[String], log: &Path) -> Result<(Vec<String>, bool)> {
     }
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let manner = Manner { arguments: &arguments, limit: LIMIT, stalls: false };
-    let (_, beside) = mpsc::channel();
-    let failed = host_tests::run_programs(&programs, manner, &Watch::new(), log, &beside)?.failures;
+    let failed = host_tests::run_programs(&programs, manner, &Watch::new(), log)?.failures;
     let summary = Summary::parse(&std::fs::read_to_string(log).map_err(Error::file("read", log))?);
     let is_good = failed.is_empty() && summary.passed > 0;
     let mut report = vec![format!("{version}: {} tests passed, {} failed", summary.passed, summary.failed)];

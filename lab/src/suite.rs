@@ -195,24 +195,15 @@ fn run(steps: &Steps, options: &Options) -> Result<bool> {
     // The tests on the host wait more than they compute, so two other threads have work beside them.
     let (send_binaries, receive_binaries) = mpsc::channel();
     let (send_tools, tools) = mpsc::channel();
-    // None of these is left once the two have ended.
-    let (of_the_first, beside) = mpsc::channel::<()>();
-    let of_the_second = of_the_first.clone();
     let watch = &Watch::new();
     let (tested, programs) = std::thread::scope(|scope| {
-        let of_the_lab = lab.then(|| {
-            scope.spawn(move || {
-                let _running = of_the_first;
-                lab_steps(steps, options.extent, receive_binaries)
-            })
-        });
+        let of_the_lab = lab.then(|| scope.spawn(move || lab_steps(steps, options.extent, receive_binaries)));
         scope.spawn(move || {
-            let _running = of_the_second;
             // Without tools, these steps are skipped or fail for themselves.
             let _ = tools.recv();
             separate_steps(steps, options);
         });
-        let tested = host_steps(steps, options, watch, send_tools, send_binaries, &beside);
+        let tested = host_steps(steps, options, watch, send_tools, send_binaries);
         (tested, of_the_lab.and_then(|thread| thread.join().expect("the lab's thread returns its errors")))
     });
     for (name, things) in watch.left(left_over::GRACE) {
@@ -368,7 +359,6 @@ fn host_steps(
     watch: &Watch,
     send_tools: mpsc::Sender<()>,
     send_binaries: mpsc::Sender<TestBinaries>,
-    beside: &mpsc::Receiver<()>,
 ) -> Tested {
     let mut tools = vec![setup::Part::Criu, setup::Part::Rust, setup::Part::C, setup::Part::Book, setup::Part::Python];
     if options.extent == Extent::Full {
@@ -387,17 +377,11 @@ fn host_steps(
     // The receiver does not exist without the lab, or without its kernels.
     binaries.iter().for_each(|built| drop(send_binaries.send(built.clone())));
     drop(send_binaries);
-    binaries.map_or_else(Tested::default, |binaries| host_tests(steps, options.extent, watch, &binaries, beside))
+    binaries.map_or_else(Tested::default, |binaries| host_tests(steps, options.extent, watch, &binaries))
 }
 
 /// All tests of the workspace, as a step; the full tests run them beside a load, too.
-fn host_tests(
-    steps: &Steps,
-    extent: Extent,
-    watch: &Watch,
-    binaries: &TestBinaries,
-    beside: &mpsc::Receiver<()>,
-) -> Tested {
+fn host_tests(steps: &Steps, extent: Extent, watch: &Watch, binaries: &TestBinaries) -> Tested {
     const NAME: &str = "tests";
     let skip_log = steps.log("skips-of-tests");
     let (skip_log_name, factor) = (skip_log.to_string_lossy(), FULL_CASES.to_string());
@@ -412,8 +396,7 @@ fn host_tests(
     let mut summary = Summary::default();
     let run = |name: &str, stalls: bool, summary: &mut Summary| {
         let log = steps.log(name);
-        match host_tests::run_programs(&programs, Manner { arguments: &arguments, limit, stalls }, watch, &log, beside)
-        {
+        match host_tests::run_programs(&programs, Manner { arguments: &arguments, limit, stalls }, watch, &log) {
             Ok(results) => {
                 *summary = Summary::parse(&String::from_utf8_lossy(&std::fs::read(&log).unwrap_or_default()));
                 let longest = longest(results.durations);

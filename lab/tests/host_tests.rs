@@ -3,11 +3,10 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
-use std::sync::mpsc;
 use std::time::Duration;
 
 use pagemark_lab::failure::Failure;
-use pagemark_lab::host_tests::{Manner, Results, TestProgram, run_alone, run_programs};
+use pagemark_lab::host_tests::{FIRST, Manner, Results, TestProgram, run_alone, run_programs};
 use pagemark_lab::left_over::Watch;
 use pagemark_lab::libtest::Summary;
 use pagemark_lab::repeat::judge;
@@ -31,9 +30,7 @@ fn failed(test: &str, message: &str) -> String {
 }
 
 fn run(programs: &[TestProgram], limit: Duration, log: &Path) -> Results {
-    // The second end is gone.
-    let (_, beside) = mpsc::channel();
-    run_programs(programs, Manner { arguments: &[], limit, stalls: false }, &Watch::new(), log, &beside).unwrap()
+    run_programs(programs, Manner { arguments: &[], limit, stalls: false }, &Watch::new(), log).unwrap()
 }
 
 fn run_one(program: TestProgram, limit: Duration) -> Vec<Failure> {
@@ -93,6 +90,20 @@ fn what_a_program_leaves_is_found_and_removed() {
     assert!(path.ends_with("/file") && !Path::new(path).exists(), "{path}");
     let sleeps = Command::new("pgrep").args(["-f", "^sleep 612$"]).output().unwrap();
     assert!(sleeps.stdout.is_empty(), "it still runs");
+}
+
+#[test]
+fn the_programs_that_begin_first_exist() {
+    let root = pagemark_lab::source_root();
+    for name in FIRST {
+        let (package, target) = name.split_once(' ').unwrap();
+        let package =
+            ["crates", "."].map(|parent| root.join(parent).join(package)).into_iter().find(|path| path.exists());
+        let package = package.unwrap_or_else(|| panic!("there is no crate of {name}"));
+        let is_library = package.ends_with(target.replace('_', "-"));
+        let is_there = is_library || package.join("tests").join(target).with_extension("rs").exists();
+        assert!(is_there || package.ends_with("papers"), "there is no {name}");
+    }
 }
 
 #[test]
