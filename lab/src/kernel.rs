@@ -68,7 +68,8 @@ pub enum Kernel {
     Debian12,
     /// The cloud kernel of Debian 11: Linux 5.10.
     Debian11,
-    /// As `Ldt`, with what a distribution's kernel has besides: Xen, and memory of devices (DAX).
+    /// As `Ldt`, with what a distribution's kernel has besides: Xen, memory of devices (DAX),
+    /// io_uring, DAMON, and the balancing of nodes.
     LdtDistribution,
     /// As `LdtDistribution`, without the patches.
     PlainDistribution,

@@ -105,11 +105,14 @@ pub enum Part {
     Xen,
     /// The same kernel without Xen, on memory of devices that files and programs map.
     Dax,
+    /// The same kernel, and a program whose memory is pinned, locked, advised, moved and reclaimed
+    /// by others while it is written.
+    Combined,
 }
 
 impl Part {
     /// All parts.
-    pub const ALL: [Part; 15] = [
+    pub const ALL: [Part; 16] = [
         Part::Ldt,
         Part::Stock,
         Part::Debian12,
@@ -125,6 +128,7 @@ impl Part {
         Part::Series,
         Part::Xen,
         Part::Dax,
+        Part::Combined,
     ];
 
     /// The parts of an extent, unless others are named.
@@ -153,6 +157,7 @@ impl Part {
             Part::Series => "series",
             Part::Xen => "xen",
             Part::Dax => "dax",
+            Part::Combined => "combined",
         }
     }
 
@@ -171,7 +176,7 @@ impl Part {
             (Part::Debian11, _) => &[Kernel::Debian11],
             (Part::Plain, _) => &[Kernel::Plain],
             (Part::Debug, _) => &[Kernel::LdtDebug],
-            (Part::Xen | Part::Dax, _) => &[Kernel::LdtDistribution],
+            (Part::Xen | Part::Dax | Part::Combined, _) => &[Kernel::LdtDistribution],
             // Debian's own kernel need not be built.
             (Part::Selftests, Extent::Quick) => &[Kernel::Stock, Kernel::Ldt],
             (Part::Selftests, Extent::Full) => &[Kernel::Plain, Kernel::Ldt],
@@ -244,6 +249,10 @@ impl Programs {
             Part::Dax => {
                 machine.memory = DAX_MEMORY.to_owned();
                 machine.append = DAX_REGIONS.map(|region| format!("memmap={region}")).join(" ");
+            }
+            Part::Combined => {
+                machine.memory = "3G".to_owned();
+                machine.append = "numa=fake=2 hugepagesz=1G hugepages=1".to_owned();
             }
             Part::Stock | Part::KvmLog | Part::Svm | Part::Debian12 | Part::Debian11 => {
                 machine.processors = STOCK_PROCESSORS
@@ -540,9 +549,33 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
             // A kernel that can be a guest of Xen changes entries of page tables by other functions.
             tests.extend([selftest(), oracle(c, 51, seconds, ""), hostile(c, 51, seconds), users(c, 51, seconds)]);
         }
+        Part::Combined => {
+            if let Some(binaries) = &programs.binaries {
+                tests.extend(combined(binaries, c, extent)?);
+            }
+        }
         Part::Selftests | Part::Series => {}
     }
     Ok(tests)
+}
+
+/// The trackers of the crate and a program to whose memory much happens at the same time. Every
+/// other run has a huge page of 1 GiB.
+fn combined(binaries: &TestBinaries, c: &CPrograms, extent: Extent) -> Result<Vec<GuestTest>> {
+    let prepare = quoted(&crate::source_root().join("lab/guest/combined.sh"));
+    let tests = &binaries.find("pagemark", "ldt_combined")?.path;
+    let run = |seed: u32, test: &str| {
+        let gib = if seed.is_multiple_of(2) { "PAGEMARK_COMBINED_GIB=1 " } else { "" };
+        let settings = format!("PAGEMARK_COMBINED_SECONDS={} PAGEMARK_COMBINED_SEED={seed}", 5 * extent.seconds());
+        let command = libtest(tests, &format!("--ignored --exact --nocapture {test}"));
+        format!("export {gib}{settings} PAGEMARK_COMBINED={}; {prepare} && {command}", c.combined())
+    };
+    let mut runs: Vec<_> = (extent.seeds().iter())
+        .map(|&seed| GuestTest::oracle(format!("combined, seed {seed}"), run(seed, "no_write_is_missed")))
+        .collect();
+    let name = "a missed page is noticed among all that happens";
+    runs.push(GuestTest::new(name, run(2, "a_report_that_is_ignored_is_noticed")));
+    Ok(runs)
 }
 
 /// Programs in the machine, and a machine of QEMU, where there is no compiler.

@@ -19,7 +19,7 @@ impl CPrograms {
     /// If the kernel's source cannot be fetched, or a compiler fails.
     pub fn build(directory: &Path) -> Result<CPrograms> {
         let guest = source_root().join("lab/guest");
-        for name in ["oracle", "hostile", "users"] {
+        for name in ["oracle", "hostile", "users", "combined"] {
             compile(&guest.join(format!("{name}.c")), &directory.join(name), &["-pthread"])?;
         }
         // The selftests of the kernel that the patches add, and what they need of the kernel's source.
@@ -65,6 +65,11 @@ impl CPrograms {
     /// tracking is on.
     pub fn users(&self) -> String {
         self.directory.join("users").display().to_string()
+    }
+
+    /// The program to whose memory much happens at the same time, for a tracker of the crate.
+    pub fn combined(&self) -> String {
+        self.directory.join("combined").display().to_string()
     }
 
     /// The selftest that finds what was written to huge pages and is lost, without the fix.

@@ -45,7 +45,7 @@ enum Command {
     /// accelerator.
     Run(Run),
     /// Run the tests of the lab: ldt, stock, debian-12, debian-11, plain, debug, redis, kvm-log,
-    /// svm, vmx, migration, selftests, series, xen, dax
+    /// svm, vmx, migration, selftests, series, xen, dax, combined
     ///
     /// `quick` runs ldt, stock and debian-12 unless parts are named, in some minutes; `full` runs
     /// all of them with more seeds, in an hour or two of emulation.
