@@ -36,5 +36,5 @@ cargo test --quiet --locked --workspace --no-run
 PAGEMARK_PROGRAM=$(realpath "${CARGO_TARGET_DIR:-target}/debug/pagemark")
 export PAGEMARK_PROGRAM
 cd crates/pagemark-python
-# Other tests wait for time to pass.
-PYTHONDONTWRITEBYTECODE=1 timeout --signal INT --kill-after 60 3600 nice -n 10 "$venv/bin/python" -m pytest "$@"
+# Other tests wait for time to pass. A line for each test says which one ran when a file was made that is left.
+PYTHONDONTWRITEBYTECODE=1 timeout --signal INT --kill-after 60 3600 nice -n 10 "$venv/bin/python" -m pytest --verbose "$@"

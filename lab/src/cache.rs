@@ -41,13 +41,19 @@ pub fn lock(name: &str) -> Result<File> {
 /// Removes the directories `PREFIX.PROCESS` in `parent` of processes that have ended without
 /// removing them.
 pub fn remove_abandoned(parent: &Path, prefix: &str) {
-    let Ok(entries) = std::fs::read_dir(parent) else { return };
-    for entry in entries.flatten() {
-        if is_abandoned(&entry.file_name().to_string_lossy(), prefix, |id| Path::new("/proc").join(id).exists()) {
-            // Another process may remove it at the same time.
-            let _ = remove(&entry.path());
-        }
+    for directory in abandoned(parent, prefix) {
+        // Another process may remove it at the same time.
+        let _ = remove(&directory);
     }
+}
+
+/// The directories `PREFIX.PROCESS` in `parent` of processes that have ended without removing them.
+pub fn abandoned(parent: &Path, prefix: &str) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(parent) else { return Vec::new() };
+    let is_meant = |entry: &std::fs::DirEntry| {
+        is_abandoned(&entry.file_name().to_string_lossy(), prefix, |id| Path::new("/proc").join(id).exists())
+    };
+    entries.flatten().filter(is_meant).map(|entry| entry.path()).collect()
 }
 
 fn is_abandoned(name: &str, prefix: &str, runs: impl FnOnce(&str) -> bool) -> bool {

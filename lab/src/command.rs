@@ -19,6 +19,23 @@ pub fn at_low_priority(program: &str, niceness: u32) -> Command {
     command
 }
 
+/// The command, with words before it.
+pub fn behind<S: AsRef<OsStr>>(before: &[S], command: &Command) -> Command {
+    let mut words = before.iter().map(AsRef::as_ref).chain([command.get_program()]).chain(command.get_args());
+    let mut whole = Command::new(words.next().expect("a command has a program"));
+    whole.args(words);
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => whole.env(name, value),
+            None => whole.env_remove(name),
+        };
+    }
+    if let Some(directory) = command.get_current_dir() {
+        whole.current_dir(directory);
+    }
+    whole
+}
+
 /// Runs the command with the caller's terminal.
 ///
 /// # Errors

@@ -4,17 +4,17 @@
 //! so that it takes several to keep two processors busy.
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{PipeReader, Read, Write};
+use std::io::Write;
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::contained_run::{ContainedRun, LeftFile};
 use crate::failure::{Failure, Place, TestName, finding, is_undefined_behaviour};
 use crate::idle::IdleProcessors;
-use crate::left_over::{self, TemporaryDirectory, Watch};
+use crate::left_over::{self, Watch};
 use crate::libtest::{self, Summary};
 use crate::steps::lock;
 use crate::test_programs::{TestBinaries, TestBinary};
@@ -24,10 +24,6 @@ use crate::{Error, Result, command, contained, source_root};
 const LANES: usize = 2;
 /// So many more run at a time if processors are idle when they begin.
 const MORE_LANES: usize = 4;
-/// How long the programs that a binary has left may still print.
-const LEFT_LIMIT: Duration = Duration::from_secs(30);
-/// How much longer the containing program may take than the contained one.
-const CONTAINED_LIMIT: Duration = Duration::from_secs(120);
 /// The name of the tests in the documentation, which cargo compiles and runs.
 const DOCUMENTATION: &str = "the examples of the documentation";
 
@@ -83,20 +79,10 @@ impl TestProgram {
         programs
     }
 
-    /// The program, with words before it and libtest's arguments behind.
-    fn command<S: AsRef<OsStr>>(&self, before: &[S], arguments: &[&str]) -> Command {
-        let mut words = before.iter().map(AsRef::as_ref).chain([self.base.get_program()]).chain(self.base.get_args());
-        let mut command = Command::new(words.next().expect("there is a program"));
-        command.args(words).args(arguments);
-        for (name, value) in self.base.get_envs() {
-            match value {
-                Some(value) => command.env(name, value),
-                None => command.env_remove(name),
-            };
-        }
-        if let Some(directory) = self.base.get_current_dir() {
-            command.current_dir(directory);
-        }
+    /// The program with libtest's arguments.
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = command::behind::<&str>(&[], &self.base);
+        command.args(arguments);
         command
     }
 
@@ -105,7 +91,7 @@ impl TestProgram {
     /// # Errors
     /// If it cannot list them.
     pub fn list(&self, arguments: &[&str]) -> Result<Vec<String>> {
-        let mut list = self.command::<&str>(&[], &[&["--list"], arguments].concat());
+        let mut list = self.command(&[&["--list"], arguments].concat());
         let listed = command::output(&mut list, &format!("listing the tests of {}", self.name), "see above")?;
         Ok(listed.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
     }
@@ -138,8 +124,19 @@ pub struct Results {
     pub failures: Vec<Failure>,
     /// How long each test took.
     pub durations: Vec<(TestName, Duration)>,
-    /// The files that programs have left in their temporary directories, with the programs' names.
-    pub files: Vec<String>,
+    /// How long each program took.
+    pub programs: Vec<ProgramTime>,
+}
+
+/// How long a program took.
+#[derive(Clone, Debug)]
+pub struct ProgramTime {
+    /// The program.
+    pub name: String,
+    /// The time on the clock.
+    pub took: Duration,
+    /// The time of processors, of all that it has started, too.
+    pub processor_time: Duration,
 }
 
 /// Runs the programs, several at a time, and more at a time while processors are idle. Those that
@@ -163,7 +160,10 @@ pub fn run_programs(programs: &[TestProgram], manner: Manner, watch: &Watch, log
             }
             let Some(&program) = lock(&queue).next() else { return Ok(()) };
             watch.begin(&program.name);
-            let run = Run::of(program, manner);
+            let start = Instant::now();
+            let run =
+                ContainedRun::of(&program.command(manner.arguments), manner.limit, manner.stalls, libtest::ended_test);
+            let took = start.elapsed();
             watch.end(&program.name);
             let run = run?;
             let mut file = lock(&log_file);
@@ -171,10 +171,13 @@ pub fn run_programs(programs: &[TestProgram], manner: Manner, watch: &Watch, log
             let written = writeln!(file, "     Running {}", program.name).and_then(|()| file.write_all(&run.output));
             written.map_err(Error::file("write", log))?;
             let mut results = lock(&results);
-            results.files.extend(run.files.iter().map(|file| format!("{}: {file}", program.name)));
-            results.failures.extend(run.failures(program, manner.arguments));
-            let named = |(test, took)| (TestName::one(program.place(), test), took);
-            results.durations.extend(run.durations.into_iter().map(named));
+            results.failures.extend(failures(program, &run, manner.arguments));
+            let times = libtest::times(&run.ended_tests, threads());
+            let named = |(test, (begin, end)): (String, (Duration, Duration))| {
+                (TestName::one(program.place(), test), end.saturating_sub(begin))
+            };
+            results.durations.extend(times.into_iter().map(named));
+            results.programs.push(ProgramTime { name: program.name.clone(), took, processor_time: run.processor_time });
         }
     };
     std::thread::scope(|scope| {
@@ -202,10 +205,10 @@ pub fn run_alone(
         let arguments = [test.as_str(), "--exact", "--include-ignored", "--show-output"];
         let watch = Watch::new();
         watch.begin(&program.name);
-        let run = Run::of(program, Manner { arguments: &arguments, limit, stalls })?;
+        let run = ContainedRun::of(&program.command(&arguments), limit, stalls, libtest::ended_test)?;
         watch.end(&program.name);
         let summary = Summary::parse(&run.text());
-        if let Some(failure) = run.failures(program, &arguments).into_iter().next() {
+        if let Some(failure) = failures(program, &run, &arguments).into_iter().next() {
             let mut file = File::options().create(true).append(true).open(log).map_err(Error::file("open", log))?;
             file.write_all(&run.output).map_err(Error::file("write", log))?;
             return Ok(Some(Failure { name: TestName::one(program.place(), test), ..failure }));
@@ -225,121 +228,56 @@ pub fn has_left(name: TestName, things: &[String]) -> Failure {
     Failure { name, message: format!("left over: {}", things.join("; ")), is_finding: false }
 }
 
-/// A program that has ended.
-struct Run {
-    /// The exit status as a shell gives it.
-    status: i32,
-    /// All that it and its children have printed.
-    output: Vec<u8>,
-    /// What it has left, a line each, and the files, which are gone with their directory.
-    left: Vec<String>,
-    files: Vec<String>,
-    durations: BTreeMap<String, Duration>,
+/// The tests of a program that have failed, and what they have left.
+fn failures(program: &TestProgram, run: &ContainedRun, arguments: &[&str]) -> Vec<Failure> {
+    let text = run.text();
+    let failed = |test: libtest::FailedTest| Failure {
+        name: TestName::one(program.place(), test.name),
+        message: test.message,
+        is_finding: test.is_finding,
+    };
+    let mut failures: Vec<Failure> = libtest::failed_tests(&text).into_iter().map(failed).collect();
+    if failures.is_empty() && run.status != 0 {
+        failures.push(death(program, run.status, arguments, &text));
+    }
+    if !run.left.is_empty() {
+        failures.push(has_left(TestName { place: program.place(), tests: Vec::new() }, &run.left));
+    }
+    failures.extend(left_files(&program.place(), &run.files, &libtest::times(&run.ended_tests, threads())));
+    failures
 }
 
-impl Run {
-    /// Runs a program with a temporary directory of its own.
-    fn of(program: &TestProgram, manner: Manner) -> Result<Run> {
-        let Manner { arguments, limit, stalls } = manner;
-        let (directory, place) = (TemporaryDirectory::new()?, TemporaryDirectory::new()?);
-        let report = place.path().join("left");
-        let mut command = program.command(&contained::prefix(limit, stalls, &report)?, arguments);
-        let (reader, writer) = std::io::pipe().map_err(Error::file("make a pipe for", &report))?;
-        let second = writer.try_clone().map_err(Error::file("make a pipe for", &report))?;
-        command.env("TMPDIR", directory.path()).stdin(Stdio::null()).stdout(writer).stderr(second);
-        let mut child = command::start(&mut command)?;
-        // The command keeps the ends for writing open.
-        drop(command);
-        let output = Arc::new(Mutex::new(Output::default()));
-        // Not a scoped thread: it waits as long as any process has the pipe open.
-        let reading = std::thread::spawn({
-            let output = Arc::clone(&output);
-            move || read_all(reader, &output)
-        });
-        let ended = command::wait_for(&mut child, limit + CONTAINED_LIMIT)?;
-        let status = ended.map_or(contained::TIMED_OUT, command::exit_code);
-        let end = Instant::now() + LEFT_LIMIT.min(limit);
-        while !reading.is_finished() && Instant::now() < end {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        let mut left: Vec<String> =
-            std::fs::read_to_string(&report).unwrap_or_default().lines().map(str::to_owned).collect();
-        match reading.is_finished() {
-            true => reading
-                .join()
-                .expect("the reader does not panic")
-                .map_err(Error::file("read the output for", &report))?,
-            false => left.push("a program that holds the output".to_owned()),
-        }
-        let Output { text, ended } = std::mem::take(&mut *lock(&output));
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let files = directory.files();
-        Ok(Run { status, output: text, left, files, durations: libtest::durations(&ended, threads) })
+/// The failures of the tests that have left files: those that ran when a file was made. `times` are
+/// those of the tests.
+pub fn left_files(place: &Place, files: &[LeftFile], times: &libtest::Times) -> Vec<Failure> {
+    let mut by_tests: BTreeMap<Vec<String>, Vec<String>> = BTreeMap::new();
+    for file in files {
+        let tests = file.made.map_or_else(Vec::new, |made| libtest::running_at(times, made));
+        by_tests.entry(tests).or_default().push(format!("file {}", file.path.display()));
     }
+    let failure =
+        |(tests, files): (Vec<String>, Vec<String>)| has_left(TestName { place: place.clone(), tests }, &files);
+    by_tests.into_iter().map(failure).collect()
+}
 
-    fn text(&self) -> String {
-        String::from_utf8_lossy(&self.output).into_owned()
-    }
-
-    /// The tests that have failed.
-    fn failures(&self, program: &TestProgram, arguments: &[&str]) -> Vec<Failure> {
-        let text = self.text();
-        let failed = |test: libtest::FailedTest| Failure {
-            name: TestName::one(program.place(), test.name),
-            message: test.message,
-            is_finding: test.is_finding,
-        };
-        let mut failures: Vec<Failure> = libtest::failed_tests(&text).into_iter().map(failed).collect();
-        if failures.is_empty() && self.status != 0 {
-            failures.push(self.death(program, arguments, &text));
-        }
-        if !self.left.is_empty() {
-            failures.push(has_left(TestName { place: program.place(), tests: Vec::new() }, &self.left));
-        }
-        failures
-    }
-
-    /// The failure of a program that hung or died, and so names no failed test.
-    fn death(&self, program: &TestProgram, arguments: &[&str], text: &str) -> Failure {
-        let ended_well = libtest::ended_well(text);
-        let mut tests = program.list(arguments).unwrap_or_default();
-        tests.retain(|test| !ended_well.contains(&test.as_str()));
-        let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-        let end = match self.status {
-            contained::TIMED_OUT => "did not end".to_owned(),
-            status => format!("ended with status {status}"),
-        };
-        Failure {
-            name: TestName { place: program.place(), tests },
-            message: finding(text).map_or(format!("{end}: {last}"), str::to_owned),
-            is_finding: is_undefined_behaviour(self.status) || finding(text).is_some(),
-        }
+/// The failure of a program that hung or died, and so names no failed test.
+fn death(program: &TestProgram, status: i32, arguments: &[&str], text: &str) -> Failure {
+    let ended_well = libtest::ended_well(text);
+    let mut tests = program.list(arguments).unwrap_or_default();
+    tests.retain(|test| !ended_well.contains(&test.as_str()));
+    let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+    let end = match status {
+        contained::TIMED_OUT => "did not end".to_owned(),
+        status => format!("ended with status {status}"),
+    };
+    Failure {
+        name: TestName { place: program.place(), tests },
+        message: finding(text).map_or(format!("{end}: {last}"), str::to_owned),
+        is_finding: is_undefined_behaviour(status) || finding(text).is_some(),
     }
 }
 
-#[derive(Default)]
-struct Output {
-    text: Vec<u8>,
-    /// The tests that have ended, and when.
-    ended: Vec<(String, Duration)>,
-}
-
-/// Reads until no process has the other end of the pipe.
-fn read_all(mut reader: PipeReader, output: &Mutex<Output>) -> std::io::Result<()> {
-    let start = Instant::now();
-    let (mut part, mut line_begin) = ([0; 1 << 16], 0);
-    loop {
-        let length = reader.read(&mut part)?;
-        if length == 0 {
-            return Ok(());
-        }
-        let mut output = lock(output);
-        let Output { text, ended } = &mut *output;
-        text.extend_from_slice(&part[..length]);
-        while let Some(line_length) = text[line_begin..].iter().position(|&byte| byte == b'\n') {
-            let line = String::from_utf8_lossy(&text[line_begin..line_begin + line_length]);
-            ended.extend(libtest::ended_test(&line).map(|name| (name.to_owned(), start.elapsed())));
-            line_begin += line_length + 1;
-        }
-    }
+/// So many tests of a program libtest runs at a time.
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use crate::steps::lock;
 use crate::{Error, Result, cache, command};
@@ -139,6 +139,9 @@ impl Default for Watch {
     }
 }
 
+/// The names of temporary directories begin with it. The process that has made one follows.
+const PREFIX: &str = "pm";
+
 /// A temporary directory for one program, which every user can use as `/tmp`.
 pub struct TemporaryDirectory(PathBuf);
 
@@ -150,7 +153,11 @@ impl TemporaryDirectory {
     pub fn new() -> Result<TemporaryDirectory> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("pm{}.{number}", std::process::id()));
+        if number == 0 {
+            // Of runs that were killed.
+            cache::abandoned(&std::env::temp_dir(), PREFIX).iter().for_each(|path| discard(path));
+        }
+        let path = std::env::temp_dir().join(format!("{PREFIX}.{}.{number}", std::process::id()));
         cache::create(&path)?;
         fs::set_permissions(&path, PermissionsExt::from_mode(0o1777))
             .map_err(Error::file("change the mode of", &path))?;
@@ -162,19 +169,32 @@ impl TemporaryDirectory {
         &self.0
     }
 
-    /// The files that are in it, a line each.
-    pub fn files(&self) -> Vec<String> {
-        names(&self.0).into_iter().map(|name| format!("file {}", self.0.join(name).display())).collect()
+    /// The files that are in it, and when they were made, if the file system says it.
+    pub fn files(&self) -> Vec<(PathBuf, Option<SystemTime>)> {
+        let file = |name: String| {
+            let path = self.0.join(name);
+            let made = path.symlink_metadata().and_then(|found| found.created()).ok();
+            (path, made)
+        };
+        names(&self.0).into_iter().map(file).collect()
     }
 }
 
 impl Drop for TemporaryDirectory {
     fn drop(&mut self) {
-        for (point, _) in mounts().iter().rev().filter(|(point, _)| Path::new(point).starts_with(&self.0)) {
-            command::succeeds(Command::new("umount").args(["--lazy", point]));
-        }
+        discard(&self.0);
+    }
+}
+
+/// Removes a directory with all in it, but nothing of what is mounted there.
+fn discard(directory: &Path) {
+    let is_below = |point: &str| Path::new(point).starts_with(directory);
+    for (point, _) in mounts().iter().rev().filter(|(point, _)| is_below(point)) {
+        command::succeeds(Command::new("umount").args(["--lazy", point]));
+    }
+    if !mounts().iter().any(|(point, _)| is_below(point)) {
         // Nothing can be done about a failure here.
-        let _ = cache::remove(&self.0);
+        let _ = cache::remove(directory);
     }
 }
 
@@ -208,7 +228,8 @@ mod tests {
         let path = directory.path().to_owned();
         assert!(directory.files().is_empty());
         fs::write(path.join("one"), "").unwrap();
-        assert_eq!(directory.files(), [format!("file {}/one", path.display())]);
+        let files: Vec<_> = directory.files().into_iter().map(|(path, _)| path).collect();
+        assert_eq!(files, [path.join("one")]);
         drop(directory);
         assert!(!path.exists());
     }

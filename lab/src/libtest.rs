@@ -29,6 +29,8 @@ const ERROR_LINES: usize = 12;
 /// So many of the first and of the last lines of the message of a failed test are in its reason.
 const REASON_LINES: usize = 6;
 const REASON_CHARACTERS: usize = 600;
+/// How much earlier than its reported begin a test may have made a file.
+const CLOCK_ERROR: Duration = Duration::from_millis(100);
 
 impl Summary {
     /// Reads a log.
@@ -143,25 +145,36 @@ pub fn ended_well(output: &str) -> Vec<&str> {
         .collect()
 }
 
-/// How long each test took, from the times at which its binary has reported that it had ended.
+/// When tests began and ended, by their names.
+pub type Times = BTreeMap<String, (Duration, Duration)>;
+
+/// When each test began and ended, from the times at which its binary has reported that it had
+/// ended.
 ///
 /// libtest starts tests in the order of their names, `threads` at first, and another one when one
 /// has ended.
-pub fn durations(ended: &[(String, Duration)], threads: usize) -> BTreeMap<String, Duration> {
+pub fn times(ended: &[(String, Duration)], threads: usize) -> Times {
     let mut names: Vec<&str> = ended.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
     let mut waiting = names.into_iter();
     let mut begun: BTreeMap<&str, Duration> =
         waiting.by_ref().take(threads).map(|name| (name, Duration::ZERO)).collect();
-    let mut took = BTreeMap::new();
+    let mut times = BTreeMap::new();
     for (name, end) in ended {
         let begin = begun.get(name.as_str()).copied().unwrap_or_default();
-        took.insert(name.clone(), end.saturating_sub(begin));
+        times.insert(name.clone(), (begin, *end));
         if let Some(next) = waiting.next() {
             begun.insert(next, *end);
         }
     }
-    took
+    times
+}
+
+/// The tests that ran at a time.
+pub fn running_at(times: &Times, time: Duration) -> Vec<String> {
+    // The reports of what has ended arrive later than it, and the clocks of files tick slowly.
+    let runs = |&(begin, end): &(Duration, Duration)| begin.saturating_sub(CLOCK_ERROR) <= time && time <= end;
+    times.iter().filter(|(_, times)| runs(times)).map(|(name, _)| name.clone()).collect()
 }
 
 /// The test of which a line says how it ended: `test NAME ... ok`.
@@ -283,8 +296,12 @@ test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fin
         let seconds = Duration::from_secs;
         let ended: Vec<(String, Duration)> =
             [("b", 2), ("a", 5), ("d", 6), ("c", 9)].map(|(name, end)| (name.to_owned(), seconds(end))).into();
-        let took = durations(&ended, 2);
-        assert_eq!(["a", "b", "c", "d"].map(|name| took[name].as_secs()), [5, 2, 7, 1]);
+        let times = times(&ended, 2);
+        let whole = |name: &str| [times[name].0, times[name].1].map(|time| time.as_secs());
+        assert_eq!(["a", "b", "c", "d"].map(whole), [[0, 5], [0, 2], [2, 9], [5, 6]]);
+        assert_eq!(running_at(&times, Duration::from_secs(3)), ["a", "c"]);
+        assert_eq!(running_at(&times, Duration::from_millis(1950)), ["a", "b", "c"]);
+        assert!(running_at(&times, Duration::from_secs(10)).is_empty());
         assert_eq!(ended_test("test a::b - should panic ... ok"), Some("a::b"));
         assert_eq!(ended_test("test a::b ... ignored"), None);
     }

@@ -3,15 +3,14 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::failure::{Failure, Place, TestName, finding};
+use crate::failure::{Failure, Place, TestName};
 use crate::host_tests::{self, TestProgram};
 use crate::load::Load;
 use crate::test_plan::{Extent, Programs};
 use crate::test_programs::TestBinaries;
-use crate::{Error, Result, batch, command, progress, source_root};
+use crate::{Error, Result, batch, progress, python_tests};
 
 /// How often a failed test is repeated.
 const REPETITIONS: u32 = 3;
@@ -146,31 +145,13 @@ impl Repeater<'_> {
     }
 
     fn python(&self, tests: &[String]) -> Result<Vec<Failure>> {
-        let mut script = Command::new(source_root().join("scripts/python.sh"));
-        script.args(tests).current_dir(source_root());
-        let log = std::fs::File::create(&self.log).map_err(Error::file("create", &self.log))?;
-        command::redirect(&mut script, log, &self.log)?;
-        let status = command::start(&mut script)?.wait().map_err(Error::file("wait for the writer of", &self.log))?;
-        let text = std::fs::read(&self.log).map_err(Error::file("read", &self.log))?;
-        Ok(if status.success() { Vec::new() } else { python_failures(&String::from_utf8_lossy(&text)) })
+        let run = python_tests::run(tests, Duration::from_secs(self.extent.hangs_s()))?;
+        let failures = python_tests::failures(&run);
+        if !failures.is_empty() {
+            std::fs::write(&self.log, &run.output).map_err(Error::file("write", &self.log))?;
+        }
+        Ok(failures)
     }
-}
-
-/// The tests that have failed in the output of pytest, which has failed; all of them where it names
-/// none.
-pub fn python_failures(text: &str) -> Vec<Failure> {
-    let is_finding = finding(text).is_some() || text.contains("Fatal Python error: Segmentation fault");
-    let failed = |line: &str| {
-        let line = line.strip_prefix("FAILED ").or(line.strip_prefix("ERROR "))?;
-        let (test, message) = line.split_once(" - ").unwrap_or((line, ""));
-        test.contains("::").then(|| (vec![test.to_owned()], message.to_owned()))
-    };
-    let mut failed: Vec<_> = text.lines().filter_map(failed).collect();
-    if failed.is_empty() {
-        failed.push((Vec::new(), text.lines().last().unwrap_or_default().to_owned()));
-    }
-    let failure = |(tests, message)| Failure { name: TestName { place: Place::Python, tests }, message, is_finding };
-    failed.into_iter().map(failure).collect()
 }
 
 /// Runs the tests that a name stands for `times` times, alone or beside a load: one test, or all
@@ -279,20 +260,5 @@ mod tests {
         let judge = |count| judge(vec![failure("a", false); count], |_| Ok(None));
         assert!(judge(9).iter().all(|judged| !judged.is_failed()));
         assert!(judge(10).iter().all(Judged::is_failed));
-    }
-
-    #[test]
-    fn failed_tests_of_python() {
-        let text =
-            "....\nFAILED tests/test_a.py::test_b[1] - AssertionError: one - two\nERROR tests/test_a.py::test_c\n";
-        let found: Vec<_> =
-            python_failures(text).into_iter().map(|failure| (failure.name.to_string(), failure.message)).collect();
-        let expected = [
-            ("python: tests/test_a.py::test_b[1]", "AssertionError: one - two"),
-            ("python: tests/test_a.py::test_c", ""),
-        ];
-        assert_eq!(found, expected.map(|(name, message)| (name.to_owned(), message.to_owned())));
-        assert_eq!(python_failures("no wheel\n")[0].name.to_string(), "python");
-        assert!(python_failures(&format!("Falsifying example: a\n{text}"))[0].is_finding);
     }
 }

@@ -108,33 +108,33 @@ impl Steps {
     /// Runs a program as a step. `digest` makes of its output what is printed when it has passed.
     /// With exit status [`SKIPPED`] its lines `skipped: …` are added to the skips.
     pub fn program(&self, name: &str, program: &mut Command, digest: impl FnOnce(&str) -> String) -> bool {
-        self.tests(name, program, digest, |_| Vec::new())
+        self.run(name, || match self.output(name, program) {
+            Ok((status, text)) => self.outcome(status, &text, digest, Vec::new()),
+            Err(error) => Outcome::Failed(error.to_string()),
+        })
     }
 
-    /// Like [`Steps::program`], for a program that has run tests. `failures` finds in its output
-    /// those that have failed.
-    pub fn tests(
+    /// The outcome of a program that has ended with this status and has printed `text`, and of its
+    /// tests that have failed; see [`Steps::program`].
+    pub fn outcome(
         &self,
-        name: &str,
-        program: &mut Command,
+        status: i32,
+        text: &str,
         digest: impl FnOnce(&str) -> String,
-        failures: impl FnOnce(&str) -> Vec<Failure>,
-    ) -> bool {
-        self.run(name, || match self.output(name, program) {
-            Ok((0, text)) => Outcome::Passed(digest(&text)),
-            Ok((SKIPPED, text)) => {
+        failures: Vec<Failure>,
+    ) -> Outcome {
+        let end = || command::last_lines(text.as_bytes(), QUOTED_LINES);
+        if !failures.is_empty() {
+            return Outcome::TestsFailed(failures, end());
+        }
+        match status {
+            0 => Outcome::Passed(digest(text)),
+            SKIPPED => {
                 text.lines().filter(|line| line.starts_with("skipped: ")).for_each(|line| self.skip(line));
                 Outcome::Skipped
             }
-            Ok((_, text)) => {
-                let end = command::last_lines(text.as_bytes(), QUOTED_LINES);
-                match failures(&text) {
-                    failures if failures.is_empty() => Outcome::Failed(end),
-                    failures => Outcome::TestsFailed(failures, end),
-                }
-            }
-            Err(error) => Outcome::Failed(error.to_string()),
-        })
+            _ => Outcome::Failed(end()),
+        }
     }
 
     /// Runs a program with its output in the log of a step. Returns its exit status and the log.
@@ -245,11 +245,13 @@ mod tests {
         let (_directory, steps) = steps();
         let failure =
             Failure { name: TestName::one(Place::Python, "a"), message: "too long".to_owned(), is_finding: false };
-        let failures = |text: &str| if text == "a\n" { vec![failure.clone()] } else { Vec::new() };
-        assert!(!steps.tests("first", &mut shell("echo a; exit 1"), str::to_owned, failures));
-        assert!(!steps.tests("second", &mut shell("echo b; exit 1"), str::to_owned, failures));
-        assert!(steps.tests("third", &mut shell("echo a"), str::to_owned, failures));
-        assert_eq!((steps.failed(), steps.failures()), (vec!["second".to_owned()], vec![failure]));
+        let outcome = |status, failures| steps.outcome(status, "text\n", str::to_owned, failures);
+        assert!(!steps.run("first", || outcome(1, vec![failure.clone()])));
+        assert!(!steps.run("second", || outcome(1, Vec::new())));
+        assert!(steps.run("third", || outcome(0, Vec::new())));
+        // A test that has left something fails, whatever the program says.
+        assert!(!steps.run("fourth", || outcome(0, vec![failure.clone()])));
+        assert_eq!((steps.failed(), steps.failures()), (vec!["second".to_owned()], vec![failure.clone(), failure]));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::failure::{Failure, Place, TestName};
 use crate::history::{self, Record};
-use crate::host_tests::{Manner, TestProgram};
+use crate::host_tests::{Manner, ProgramTime, TestProgram};
 use crate::left_over::{self, Watch};
 use crate::libtest::Summary;
 use crate::load::Load;
@@ -22,7 +22,7 @@ use crate::unchanged::Content;
 use crate::zdtm::Flavor;
 use crate::{
     Error, Result, batch, cache, command, cpython, flaky, go_suite, host_tests, kernel_build, ltp, machine,
-    newest_qemu, progress, redis_suite, setup, source_root, sqlite_suite, zdtm,
+    newest_qemu, progress, python_tests, redis_suite, setup, source_root, sqlite_suite, zdtm,
 };
 
 /// What runs beside the tests on the host gives way to them: many of them wait for time to pass.
@@ -201,7 +201,7 @@ fn run(steps: &Steps, options: &Options) -> Result<bool> {
         scope.spawn(move || {
             // Without tools, these steps are skipped or fail for themselves.
             let _ = tools.recv();
-            separate_steps(steps, options);
+            separate_steps(steps, options, watch);
         });
         let tested = host_steps(steps, options, watch, send_tools, send_binaries);
         (tested, of_the_lab.and_then(|thread| thread.join().expect("the lab's thread returns its errors")))
@@ -399,8 +399,7 @@ fn host_tests(steps: &Steps, extent: Extent, watch: &Watch, binaries: &TestBinar
         match host_tests::run_programs(&programs, Manner { arguments: &arguments, limit, stalls }, watch, &log) {
             Ok(results) => {
                 *summary = Summary::parse(&String::from_utf8_lossy(&std::fs::read(&log).unwrap_or_default()));
-                let longest = longest(results.durations);
-                results.files.iter().for_each(|file| steps.note(&format!("left over: {file}")));
+                let longest = format!("{}\n{}", longest(results.durations), longest_programs(results.programs));
                 match summary.outcome(results.failures.is_empty()) {
                     Outcome::Passed(text) => Outcome::Passed(format!("{text}\n{longest}")),
                     Outcome::Failed(text) => Outcome::TestsFailed(results.failures, format!("{text}\n{longest}")),
@@ -433,9 +432,22 @@ fn longest(mut durations: Vec<(TestName, Duration)>) -> String {
     format!("the {LONGEST} tests that took longest:\n{}", lines.join("\n"))
 }
 
+/// The lines that name the programs that took longest, and what of that processors were busy.
+fn longest_programs(mut programs: Vec<ProgramTime>) -> String {
+    programs.sort_by_key(|program| std::cmp::Reverse(program.took));
+    let line = |program: &ProgramTime| {
+        let [took, busy] = [program.took, program.processor_time].map(|time| time.as_secs());
+        format!("{took:>5} s, {busy:>4} s of processors  {}", program.name)
+    };
+    let lines: Vec<String> = programs.iter().take(LONGEST).map(line).collect();
+    let sum = |time: fn(&ProgramTime) -> Duration| programs.iter().map(time).sum::<Duration>().as_secs();
+    let all = format!("{} s, {} s of processors", sum(|program| program.took), sum(|program| program.processor_time));
+    format!("all {} programs: {all}; those that took longest:\n{}", programs.len(), lines.join("\n"))
+}
+
 /// The steps beside those of the host. Those up to Python build in the directory of the workspace,
 /// with the priority of those that wait for it; models and Python run their tests with a lower one.
-fn separate_steps(steps: &Steps, options: &Options) {
+fn separate_steps(steps: &Steps, options: &Options, watch: &Watch) {
     let last = |log: &str| command::last_lines(log.as_bytes(), 1);
     steps.program("models", &mut script("models.sh"), |log| lines_with(log, &["test result:"]));
     format_and_lints(steps);
@@ -443,7 +455,7 @@ fn separate_steps(steps: &Steps, options: &Options) {
     steps.program("documentation", documentation.env("RUSTDOCFLAGS", "-Dwarnings"), str::to_owned);
     steps.program("licences", &mut script("licences.py"), last);
     steps.program("book", &mut script("book.py"), last);
-    steps.tests("python", &mut script("python.sh"), last, repeat::python_failures);
+    python(steps, options.extent, watch);
     // In a build directory of its own. The tool takes ten minutes to build, so only the full tests install it.
     steps.program("semver", &mut low_priority_script("semver.sh"), last);
     if options.extent == Extent::Full {
@@ -463,6 +475,20 @@ fn separate_steps(steps: &Steps, options: &Options) {
         let mut sanitizers = low_priority_script("sanitize.sh");
         steps.program("sanitizers", sanitizers.args(["address", "thread"]), |log| lines_with(log, &["test result:"]));
     }
+}
+
+/// The tests of the Python package, which leave as little as those of the workspace.
+fn python(steps: &Steps, extent: Extent, watch: &Watch) {
+    let run = || -> Result<Outcome> {
+        watch.begin(python_tests::NAME);
+        let run = python_tests::run(&[], Duration::from_secs(extent.hangs_s()));
+        watch.end(python_tests::NAME);
+        let (run, log) = (run?, steps.log(python_tests::NAME));
+        std::fs::write(&log, &run.output).map_err(Error::file("write", &log))?;
+        let last = |log: &str| command::last_lines(log.as_bytes(), 1);
+        Ok(steps.outcome(run.status, &run.text(), last, python_tests::failures(&run)))
+    };
+    steps.run(python_tests::NAME, || run().unwrap_or_else(|error| Outcome::Failed(error.to_string())));
 }
 
 /// The outcome of tests that return the lines of a report, and whether they passed.

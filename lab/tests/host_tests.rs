@@ -1,10 +1,13 @@
 //! How the suite runs test binaries: what fails, hangs, dies, or leaves something is named.
 
 use std::collections::BTreeSet;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use nix::sys::signal::{self, SigHandler, Signal};
+use nix::unistd::Pid;
 use pagemark_lab::failure::Failure;
 use pagemark_lab::host_tests::{FIRST, Manner, Results, TestProgram, run_alone, run_programs};
 use pagemark_lab::left_over::Watch;
@@ -19,6 +22,15 @@ fn shell(name: &str, tests: &[&str], script: &str) -> TestProgram {
     let mut shell = Command::new("sh");
     shell.args(["-c", &format!("case $1 in --list) {list} exit;; esac\n{script}"), "sh"]);
     TestProgram::new(name, shell)
+}
+
+/// Waits until something is so, for ten minutes at most.
+fn wait_until(event: &str, is_so: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(600);
+    while !is_so() {
+        assert!(Instant::now() < end, "waited too long: {event}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// What libtest prints of a failed test.
@@ -80,16 +92,81 @@ fn a_program_that_hangs_is_killed_and_what_has_not_ended_is_named() {
 #[test]
 fn what_a_program_leaves_is_found_and_removed() {
     // A session of its own does not hide a process.
-    let script = "echo x >$TMPDIR/file; setsid sleep 612 >/dev/null 2>&1 & echo begun";
-    let directory = tempfile::tempdir().unwrap();
-    let results = run(&[shell("one", &["a"], script)], LONG, &directory.path().join("log"));
-    let failed = &results.failures[0];
-    assert_eq!(failed.name.to_string(), "one");
-    assert!(failed.message.starts_with("left over: process ") && failed.message.ends_with(": sleep 612"), "{failed:?}");
-    let path = results.files[0].strip_prefix("one: file ").unwrap();
+    let failed = run_one(shell("one", &["a"], "setsid sleep 612 >/dev/null 2>&1 & echo begun"), LONG);
+    assert_eq!(failed[0].name.to_string(), "one");
+    let message = &failed[0].message;
+    assert!(message.starts_with("left over: process ") && message.ends_with(": sleep 612"), "{message}");
+    wait_until("no sleep of 612 s is left", || !runs("sleep 612"));
+}
+
+#[test]
+fn a_file_that_is_left_fails_the_tests_that_ran_when_it_was_made() {
+    // Tests are started in the order of their names, as many at a time as there are processors.
+    let threads = std::thread::available_parallelism().unwrap().get();
+    let names: Vec<String> = (0..=threads).map(|number| format!("test{number:04}")).collect();
+    let (last, first) = names.split_last().unwrap();
+    let ended: String = first.iter().map(|name| format!("echo 'test {name} ... ok';")).collect();
+    let script = format!("{ended} sleep 0.5; echo >$TMPDIR/file; sleep 0.2; echo 'test {last} ... ok'");
+    let failed = run_one(shell("one", &[], &script), LONG);
+    assert_eq!(failed.len(), 1, "{failed:?}");
+    assert_eq!(failed[0].name.to_string(), format!("one: {last}"));
+    let path = failed[0].message.strip_prefix("left over: file ").unwrap();
     assert!(path.ends_with("/file") && !Path::new(path).exists(), "{path}");
-    let sleeps = Command::new("pgrep").args(["-f", "^sleep 612$"]).output().unwrap();
-    assert!(sleeps.stdout.is_empty(), "it still runs");
+}
+
+#[test]
+fn a_test_that_leaves_a_file_alone_is_named() {
+    let script = "echo >$TMPDIR/file; echo \"test $1 ... ok\"; echo 'test result: ok. 1 passed; 0 failed'";
+    let directory = tempfile::tempdir().unwrap();
+    let program = shell("one", &["a", "b"], script);
+    let failed = run_alone(&program, &[], LONG, false, &directory.path().join("log")).unwrap().unwrap();
+    assert_eq!(failed.name.to_string(), "one: a");
+    assert!(failed.message.starts_with("left over: file "), "{failed:?}");
+}
+
+/// Whether a program with these words runs.
+fn runs(words: &str) -> bool {
+    let found = Command::new("pgrep").args(["-f", &format!("^{words}$")]).output().unwrap();
+    !found.stdout.is_empty()
+}
+
+/// Starts a program that is contained and starts another one, in a session of its own, that sleeps
+/// for so many seconds.
+fn contained(seconds: u32, directory: &Path) -> Command {
+    let mut suite = Command::new(env!("CARGO_BIN_EXE_suite"));
+    suite.args(["contained", "600"]).arg(directory.join("left"));
+    suite.args(["--", "sh", "-c", &format!("setsid sleep {seconds} >/dev/null 2>&1 & exec sleep {seconds}")]);
+    suite
+}
+
+#[test]
+fn a_signal_ends_all_that_a_contained_program_has_started() {
+    let directory = tempfile::tempdir().unwrap();
+    for (signal, seconds) in [(Signal::SIGTERM, 613), (Signal::SIGINT, 614), (Signal::SIGHUP, 615)] {
+        let mut suite = contained(seconds, directory.path());
+        // A shell that has started this process in the background has it ignore SIGINT.
+        // SAFETY: between fork and exec, one call that is safe there.
+        unsafe { suite.pre_exec(move || signal::signal(signal, SigHandler::SigDfl).map(drop).map_err(Into::into)) };
+        let mut suite = suite.spawn().unwrap();
+        wait_until("both sleep", || runs(&format!("sleep {seconds}")));
+        signal::kill(Pid::from_raw(suite.id().try_into().unwrap()), signal).unwrap();
+        let status = suite.wait().unwrap();
+        assert!(!status.success(), "{signal}: {status}");
+        assert!(!runs(&format!("sleep {seconds}")), "{signal} has left a program");
+    }
+}
+
+#[test]
+fn a_contained_program_ends_with_what_has_started_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let suite = contained(616, directory.path());
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "\"$@\"; exit 1", "sh"]).arg(suite.get_program()).args(suite.get_args());
+    let mut shell = shell.spawn().unwrap();
+    wait_until("both sleep", || runs("sleep 616"));
+    shell.kill().unwrap();
+    shell.wait().unwrap();
+    wait_until("no program is left", || !runs("sleep 616"));
 }
 
 #[test]

@@ -20,6 +20,9 @@ use pagemark_lab::{Result, contained, load, progress, repeat, setup};
 #[derive(Parser)]
 #[command(name = "suite")]
 struct Arguments {
+    /// This process and all that it starts are contained already
+    #[arg(long, hide = true)]
+    contained: bool,
     #[command(subcommand)]
     command: Command,
 }
@@ -146,8 +149,28 @@ enum Command {
     },
 }
 
+impl Command {
+    /// Whether it runs tests, of which no process is left when this one ends, however it ends.
+    fn runs_tests(&self) -> bool {
+        !matches!(
+            self,
+            Command::Setup { .. }
+                | Command::Flaky
+                | Command::Contained { .. }
+                | Command::Load { .. }
+                | Command::ZdtmTrial { .. }
+        )
+    }
+}
+
 fn main() -> ExitCode {
-    match run(Arguments::parse().command) {
+    let arguments = Arguments::parse();
+    let status = if arguments.command.runs_tests() && !arguments.contained {
+        contained::run_this_program("--contained").map(|status| u8::try_from(status).unwrap_or(u8::MAX))
+    } else {
+        run(arguments.command)
+    };
+    match status {
         Ok(status) => ExitCode::from(status),
         Err(error) => {
             progress!("{error}");
@@ -173,8 +196,11 @@ fn run(command: Command) -> Result<u8> {
         Command::Repeat { name, times, load } => repeat::repeat(&name, times, load),
         Command::Flaky => suite::flaky(),
         Command::Contained { limit_s, stalls, report, program } => {
-            let status = contained::run(Duration::from_secs(limit_s), stalls, &report, &program)?;
-            return Ok(u8::try_from(status).unwrap_or(u8::MAX));
+            let limit = Some(Duration::from_secs(limit_s));
+            let manner = contained::Manner { limit, stalls, ends_with_parent: true, own_session: true };
+            let ended = contained::run(manner, &program)?;
+            contained::write_report(&report, &ended)?;
+            return Ok(u8::try_from(ended.status).unwrap_or(u8::MAX));
         }
         Command::Load { part } => load::run(part).map(|()| true),
         Command::ZdtmTrial { test, mode, tree, work, criu, pagemark, verdict } => {
