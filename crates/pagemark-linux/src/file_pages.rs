@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 
+use super::this_process::OfThisProcess;
 use super::userfaultfd::MissingPages;
 use crate::{Address, ByteCount, PAGE_SIZE, PageNumber};
 
@@ -19,6 +20,7 @@ pub struct FilePages {
     start: NonNull<u8>,
     bytes: usize,
     missing: MissingPages,
+    process: OfThisProcess,
 }
 
 // SAFETY: the mapping belongs to this value alone, which neither reads nor writes through it.
@@ -46,7 +48,7 @@ impl FilePages {
         // SAFETY: the mapping was just made. A child of this process has no use for it.
         unsafe { libc::madvise(start, bytes, libc::MADV_DONTFORK) };
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let pages = FilePages { start, bytes, missing };
+        let pages = FilePages { start, bytes, missing, process: OfThisProcess::new() };
         let first = pages.first();
         pages.missing.register(&(first..first + ByteCount::from(bytes)))?;
         Ok(pages)
@@ -72,8 +74,11 @@ impl FilePages {
 
 impl Drop for FilePages {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nobody can reach it any more.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
+        // A child made by fork does not have the mapping, and the place may be another's.
+        if self.process.is_here() {
+            // SAFETY: the mapping is ours, and nobody can reach it any more.
+            unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
+        }
     }
 }
 
@@ -83,6 +88,17 @@ mod tests {
 
     use super::*;
     use crate::memory_file::anonymous_file;
+    use crate::this_process::keeps_what_a_child_maps;
+
+    #[test]
+    fn a_child_keeps_what_it_has_at_the_place_of_the_pages() {
+        let file = File::from(anonymous_file(c"pagemark-test", PAGE_SIZE).unwrap());
+        let pages = match FilePages::new(&file, ByteCount::PAGE) {
+            Ok(pages) => pages,
+            Err(error) => pagemark_testing::skip!("no userfaultfd ({error})"),
+        };
+        keeps_what_a_child_maps(&(pages.first()..pages.first() + ByteCount::PAGE), || drop(pages));
+    }
 
     #[test]
     fn a_page_is_filled_once_and_as_a_whole() {

@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::interface::Interface;
+use super::this_process::OfThisProcess;
 
 /// `perf_event_open` for all processes. Older than Pagemark's oldest kernel, but not always
 /// permitted.
@@ -114,6 +115,7 @@ struct Ring {
     /// A page of `struct perf_event_mmap_page`, then the records.
     start: std::ptr::NonNull<u8>,
     page: usize,
+    process: OfThisProcess,
 }
 
 // SAFETY: the mapping is owned by this value alone, and any thread may access or unmap it.
@@ -147,7 +149,7 @@ impl Ring {
             return Err(io::Error::last_os_error());
         }
         let start = std::ptr::NonNull::new(start.cast()).ok_or(io::ErrorKind::AddrNotAvailable)?;
-        Ok(Ring { event, start, page })
+        Ok(Ring { event, start, page, process: OfThisProcess::new() })
     }
 
     fn field(&self, offset: usize) -> &AtomicU64 {
@@ -195,8 +197,11 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and no reference into it is left.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), self.page + RING) };
+        // A child made by fork does not have the mapping, and the place may be another's.
+        if self.process.is_here() {
+            // SAFETY: the mapping is ours, and no reference into it is left.
+            unsafe { libc::munmap(self.start.as_ptr().cast(), self.page + RING) };
+        }
     }
 }
 
@@ -205,6 +210,17 @@ mod tests {
     use std::process::Command;
 
     use super::*;
+    use crate::this_process::keeps_what_a_child_maps;
+
+    #[test]
+    fn a_child_keeps_what_it_has_at_the_place_of_a_ring() {
+        if let Some(error) = RECORDS.refusal() {
+            pagemark_testing::skip!("no performance events of all processes ({error})");
+        }
+        let forks = Forks::new().unwrap();
+        let start = crate::Address::of(forks.rings[0].start.as_ptr());
+        keeps_what_a_child_maps(&(start..start + crate::ByteCount::PAGE), || drop(forks));
+    }
 
     #[test]
     fn forks_and_exits_of_short_processes_are_recorded() {

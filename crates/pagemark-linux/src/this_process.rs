@@ -179,12 +179,28 @@ fn unmap(page: *mut AtomicU64) {
     }
 }
 
+/// Fails if `work` changes what a child made by fork has mapped at a place where its parent has
+/// something that the child did not inherit.
+#[cfg(test)]
+pub(crate) fn keeps_what_a_child_maps(place: &crate::Range, work: impl FnOnce()) {
+    use crate::AddressRangeExt;
+    let (start, bytes) = (place.start.as_mut_ptr::<libc::c_void>(), place.byte_count().to_usize());
+    tests::in_child(tests::fork, || {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: nothing is mapped at the place.
+        let mapped = unsafe { libc::mmap(start, bytes, libc::PROT_READ, flags, -1, 0) };
+        let is_mapped = mapped == start;
+        work();
+        is_mapped && crate::own_memory::is_mapped(place) && !crate::write_access::is_writable(place.start)
+    });
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     /// What a child made by `make` returns, as the status of its exit.
-    fn in_child(make: impl FnOnce() -> libc::pid_t, run: impl FnOnce() -> bool) {
+    pub(super) fn in_child(make: impl FnOnce() -> libc::pid_t, run: impl FnOnce() -> bool) {
         let child = make();
         if child == 0 {
             let is_right = run();
@@ -197,7 +213,7 @@ mod tests {
         assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
     }
 
-    fn fork() -> libc::pid_t {
+    pub(super) fn fork() -> libc::pid_t {
         // SAFETY: the child reads memory, forks and exits.
         unsafe { libc::fork() }
     }

@@ -127,8 +127,12 @@ impl Views {
     ///
     /// # Errors
     /// `ENOMEM`: there is no memory for tables, or there are too many mappings
-    /// (`vm.max_map_count`).
+    /// (`vm.max_map_count`). `ESRCH`: in a child made by `fork`, before [`Views::map_again`].
     pub fn open(&self, offsets: &Range) -> io::Result<()> {
+        if !self.are_here() {
+            // Something else may be mapped at the addresses.
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
         self.pieces.open(offsets.to_offsets(), |run| {
             let offsets = addresses(Address::MIN, &run);
             self.freed.open(numbers(&offsets))?;
@@ -374,6 +378,7 @@ impl Drop for Views {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::this_process::keeps_what_a_child_maps;
 
     fn read(views: &Views, view: usize, offset: usize) -> u8 {
         // SAFETY: the views are mapped, and the tests have one thread.
@@ -399,6 +404,16 @@ mod tests {
 
     fn pages(range: std::ops::Range<u64>) -> Range {
         Address::MIN + ByteCount::of_pages(range.start)..Address::MIN + ByteCount::of_pages(range.end)
+    }
+
+    #[test]
+    fn a_child_keeps_what_it_has_at_the_place_of_the_views() {
+        let views = Views::reserve(ByteCount::of_pages(16), 2).unwrap();
+        keeps_what_a_child_maps(&views.view(1), || {
+            let opened = views.open(&pages(0..16));
+            assert_eq!(opened.unwrap_err().raw_os_error(), Some(libc::ESRCH));
+            drop(views);
+        });
     }
 
     #[test]
