@@ -187,7 +187,8 @@ fn is_alternate_stack_in_a_heap() -> bool {
 fn restore_handler() {
     // SAFETY: the lock is held.
     if let Some(before) = unsafe { (*SHARED.segv.get()).take() } {
-        segv::after_fork(&before);
+        // SAFETY: this thread has made the fork, and the value was taken out.
+        unsafe { segv::after_fork(&before) };
     }
 }
 

@@ -2,8 +2,12 @@
 //!
 //! No function here allocates or locks, so that all can be used after `fork` in a program with
 //! threads. Errors are values of errno.
+//!
+//! The functions are safe: the kernel lets no thread trace the threads of its own process, so that
+//! they change the registers and the memory of other processes alone.
 
 use std::ops::ControlFlow;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use crate::{exit_reports, plain_proc};
@@ -400,12 +404,8 @@ pub fn wait(thread: i32, deadline: Option<Instant>) -> Result<Stop> {
 /// True if a thread has exited. The end of a main thread is reported only after its tracer has
 /// waited for all other threads.
 fn has_exited(thread: i32) -> bool {
-    // SAFETY: the path is a terminated string that lives through the call.
-    let proc = unsafe { libc::open(c"/proc".as_ptr(), libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC) };
-    let has_exited = plain_proc::has_exited(proc, thread);
-    // SAFETY: the descriptor was opened above, and is used no more.
-    unsafe { libc::close(proc) };
-    has_exited
+    let proc = plain_proc::open_directory(c"/proc", libc::O_PATH);
+    proc.is_ok_and(|proc| plain_proc::has_exited(proc.as_fd(), thread))
 }
 
 /// Waits until an interrupted thread has stopped where its registers may be changed, and delivers

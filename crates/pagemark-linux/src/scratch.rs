@@ -1,11 +1,12 @@
 //! Memory on which mechanisms are probed and tested.
 
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{Address, ByteCount, PAGE_SIZE, Range};
 
 /// A private anonymous mapping whose pages are written and remapped only through system calls and
-/// volatile accesses.
+/// atomic accesses.
 #[derive(Debug)]
 pub struct Scratch {
     start: Address,
@@ -50,10 +51,14 @@ impl Scratch {
 
     /// Writes a number to the beginning of a page, which must be mapped and writable.
     pub fn write(&self, page: usize, value: u64) {
+        self.number(page).store(value, Ordering::Relaxed);
+    }
+
+    fn number(&self, page: usize) -> &AtomicU64 {
         assert!(page < self.pages, "page {page} of {}", self.pages);
-        // SAFETY: the page lies within our own mapping, no reference to it exists anywhere, and the
-        // address is aligned.
-        unsafe { std::ptr::write_volatile(self.address(page).as_mut_ptr(), value) }
+        // SAFETY: the number lies within our own mapping and is aligned, and all accesses by this value
+        // are atomic.
+        unsafe { AtomicU64::from_ptr(self.address(page).as_mut_ptr()) }
     }
 }
 
@@ -70,8 +75,7 @@ impl Drop for Scratch {
 impl Scratch {
     /// The number at the beginning of a page.
     pub fn read(&self, page: usize) -> u64 {
-        assert!(page < self.pages);
-        unsafe { std::ptr::read_volatile(self.address(page).as_mut_ptr::<u64>()) }
+        self.number(page).load(Ordering::Relaxed)
     }
 
     fn call(&self, from: usize, count: usize, call: impl FnOnce(*mut libc::c_void, usize) -> bool) {

@@ -127,7 +127,11 @@ pub unsafe fn before_fork(maps_missing: fn() -> bool, is_stack_missing: bool) ->
 }
 
 /// After a fork, in the parent and in the child.
-pub fn after_fork(before: &BeforeFork) {
+///
+/// # Safety
+/// `before` is of the fork that this thread has just made, and was not given to this function in
+/// this process.
+pub unsafe fn after_fork(before: &BeforeFork) {
     let _changing = CHANGING.lock().unwrap_or_else(PoisonError::into_inner);
     MAPS_MISSING.store(null_mut(), Ordering::Release);
     if let Some(action) = &before.action

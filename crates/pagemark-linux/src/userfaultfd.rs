@@ -395,11 +395,17 @@ impl MissingPages {
     pub unsafe fn of_this_process() -> io::Result<MissingPages> {
         // Before Linux 5.11 there is no user mode.
         let kernel_mode = |_| new_descriptor(MISSING_FLAGS);
-        MissingPages::from_new(new_descriptor(FLAGS | libc::O_NONBLOCK).or_else(kernel_mode)?.descriptor)
+        let made = new_descriptor(FLAGS | libc::O_NONBLOCK).or_else(kernel_mode)?;
+        // SAFETY: the descriptor is new, and the caller guarantees the rest.
+        unsafe { MissingPages::from_new(made.descriptor) }
     }
 
     /// Takes over a descriptor that does not block.
-    pub fn from_registered(descriptor: OwnedFd) -> MissingPages {
+    ///
+    /// # Safety
+    /// The descriptor is that of a userfaultfd. If it is for the memory of this process, the caller
+    /// registers only memory of which nobody expects that missing pages hold zeros.
+    pub unsafe fn from_registered(descriptor: OwnedFd) -> MissingPages {
         MissingPages { userfaultfd: Userfaultfd { descriptor } }
     }
 
@@ -408,8 +414,12 @@ impl MissingPages {
     ///
     /// # Errors
     /// `EINVAL` before Linux 4.11.
-    pub fn from_new(descriptor: OwnedFd) -> io::Result<MissingPages> {
-        let missing = MissingPages::from_registered(descriptor);
+    ///
+    /// # Safety
+    /// Those of [`MissingPages::from_registered`].
+    pub unsafe fn from_new(descriptor: OwnedFd) -> io::Result<MissingPages> {
+        // SAFETY: the caller guarantees it.
+        let missing = unsafe { MissingPages::from_registered(descriptor) };
         missing.userfaultfd.begin(FEATURE_MISSING_SHMEM)?;
         Ok(missing)
     }
@@ -534,9 +544,10 @@ impl MissingPages {
             EVENT_PAGEFAULT => MissingPagesEvent::Fault(range.end),
             EVENT_FORK => {
                 // SAFETY: the kernel has just made this descriptor for the reader of the message, in the lower half of
-                // the number, and nothing else owns it.
-                let descriptor = unsafe { OwnedFd::from_raw_fd(message.first as u32 as i32) };
-                MissingPagesEvent::Fork(MissingPages::from_registered(descriptor))
+                // the number, and nothing else owns it. It is that of a child's memory.
+                let missing =
+                    unsafe { MissingPages::from_registered(OwnedFd::from_raw_fd(message.first as u32 as i32)) };
+                MissingPagesEvent::Fork(missing)
             }
             EVENT_REMAP => {
                 let (from, to) = (range.start, range.end);

@@ -20,7 +20,7 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::mem::MaybeUninit;
 use std::ops::{ControlFlow, Range};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStringExt;
 use std::time::Instant;
 
@@ -531,7 +531,7 @@ fn stop_threads(task: &mut Task, deadline: Instant) -> Helped<()> {
 
 /// Calls `each` with the descriptor of a directory and each number in it. Does not allocate, unlike
 /// the functions of the C library.
-fn each_thread(directory: &CStr, mut each: impl FnMut(RawFd, i32) -> Helped<()>) -> Helped<()> {
+fn each_thread(directory: &CStr, mut each: impl FnMut(BorrowedFd<'_>, i32) -> Helped<()>) -> Helped<()> {
     let visited = each_number(directory, |descriptor, thread| match each(descriptor, thread) {
         Ok(()) => ControlFlow::Continue(()),
         Err(failure) => ControlFlow::Break(failure),

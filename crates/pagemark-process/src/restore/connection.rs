@@ -142,7 +142,8 @@ impl<'a> Connection<'a> {
         }
         let descriptor = receive_descriptor(stream, 0).map_err(broken)?;
         if let Some(process) = self.processes.iter_mut().find(|process| process.memory.pid == pid) {
-            process.missing = Some(Arc::new(MissingPages::from_registered(descriptor)));
+            // SAFETY: CRIU sends the userfaultfd that it has made in the process that it restores.
+            process.missing = Some(Arc::new(unsafe { MissingPages::from_registered(descriptor) }));
             return Ok(());
         }
         Err(Error::damaged(format!("CRIU restores process {pid}, whose memory the checkpoint does not have")))

@@ -22,7 +22,7 @@ use std::io;
 use std::mem::ManuallyDrop;
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -139,7 +139,7 @@ impl Members {
     }
 
     /// True if a member has this id and has not exited.
-    fn is_alive(&self, proc: RawFd, pid: i32) -> bool {
+    fn is_alive(&self, proc: BorrowedFd<'_>, pid: i32) -> bool {
         let Some(expected) = self.start_of(pid) else { return false };
         let Ok(text) = StatText::read(proc, pid) else { return false };
         let is_same = stat::parent_and_start(text.text()).is_some_and(|(_, start_ticks)| start_ticks == expected);
@@ -311,7 +311,7 @@ const OWN_DESCRIPTORS: &CStr = c"/proc/self/fd";
 /// Closes all descriptors but userfaultfds.
 fn close_others() {
     let _ = each_number(OWN_DESCRIPTORS, |directory, descriptor| {
-        if descriptor != directory && !is_userfaultfd(descriptor) {
+        if descriptor != directory.as_raw_fd() && !is_userfaultfd(descriptor) {
             // SAFETY: nothing of this process uses it.
             unsafe { libc::close(descriptor) };
         }
@@ -325,8 +325,9 @@ fn has_processes() -> bool {
         if !is_userfaultfd(descriptor) {
             return ControlFlow::Continue(());
         }
-        // SAFETY: the descriptor is open, and is not closed by this value.
-        let missing = ManuallyDrop::new(MissingPages::from_registered(unsafe { OwnedFd::from_raw_fd(descriptor) }));
+        // SAFETY: the descriptor is that of a userfaultfd, and is not closed by this value.
+        let missing = unsafe { MissingPages::from_registered(OwnedFd::from_raw_fd(descriptor)) };
+        let missing = ManuallyDrop::new(missing);
         if missing.has_process() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
     matches!(found, Ok(ControlFlow::Break(())))

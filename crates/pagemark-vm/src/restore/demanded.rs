@@ -88,7 +88,8 @@ impl MissingMemory {
         };
         let failed = Error::system("watch the memory of QEMU");
         let Ok(for_guard) = descriptor.try_clone() else { return Err(failed(Errno::EMFILE.into())) };
-        let missing = MissingPages::from_new(descriptor).map_err(failed)?;
+        // SAFETY: the userfaultfd was just made in QEMU.
+        let missing = unsafe { MissingPages::from_new(descriptor) }.map_err(failed)?;
         let guard = EndGuard::start(pid, Some(for_guard)).map_err(Error::system("start a guard process"))?;
         Ok(Some(MissingMemory { pid, missing, guard }))
     }

@@ -51,7 +51,8 @@ impl<'a> LazyMemory<'a> {
         let made = attach::find(pid).and_then(|process| inject::userfaultfd_with(process, MISSING_FLAGS));
         let descriptor = made.map_err(|error| Error::from(error).help("restore without --lazy"))?;
         let for_guard = descriptor.try_clone().map_err(refused)?;
-        let missing = MissingPages::from_new(descriptor).map_err(refused)?;
+        // SAFETY: the userfaultfd was just made in QEMU.
+        let missing = unsafe { MissingPages::from_new(descriptor) }.map_err(refused)?;
         let guard = EndGuard::start(pid, Some(for_guard)).map_err(Error::system("start a guard process"))?;
         for block in &blocks {
             missing.register(&block.range).map_err(refused)?;
