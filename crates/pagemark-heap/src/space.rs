@@ -165,7 +165,8 @@ unsafe extern "C" fn prepare(
     false
 }
 
-/// Frees the memory of part of an extent.
+/// Frees the memory of part of an extent. Keeps `errno`, as `free(3)` must: the kernel frees no
+/// locked memory.
 unsafe extern "C" fn free(
     hooks: *mut ExtentHooks,
     extent: *mut c_void,
@@ -174,10 +175,15 @@ unsafe extern "C" fn free(
     length: usize,
     _arena: c_uint,
 ) -> bool {
-    // SAFETY: as in `allocate`. jemalloc no longer needs the content of this part.
+    // SAFETY: as in `allocate`. jemalloc no longer needs the content of this part. The number is that of
+    // this thread.
     unsafe {
+        let errno = libc::__errno_location();
+        let before = errno.read();
         let space = &*hooks.cast::<Space>();
-        space.views.free(&space.offsets(extent, offset, length)).is_err()
+        let is_kept = space.views.free(&space.offsets(extent, offset, length)).is_err();
+        errno.write(before);
+        is_kept
     }
 }
 

@@ -1,6 +1,7 @@
 /* A program that locks all its memory locks what it uses, not what its heap may once have. Prints "right", or exits with
  * the line that is not. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -48,6 +49,14 @@ int main(void)
         memset(small, 3, 1 + i % 500);
     }
     CHECK(used[0] == 1 && used[MORE * MIB - 1] == 2);
+    for (size_t size = MIB / 8; size < USED * MIB; size += MIB / 8) {
+        char *locked = malloc(size);
+        CHECK(locked);
+        errno = 77;
+        /* The kernel refuses to free its pages. */
+        free(locked);
+        CHECK(errno == 77);
+    }
     /* A large object may move, and leave its old place to others, locked. */
     CHECK(mib("Pss") < USED + MORE + 50);
     CHECK(mib("Locked") >= MORE);
