@@ -90,8 +90,12 @@ impl Allocator {
     /// threads write meanwhile is in what is written or not.
     ///
     /// # Errors
-    /// `InvalidInput`: a range is not in the memory that the heap uses. Errors of `out`.
+    /// `InvalidInput`: a range is not in the memory that the heap uses. `ESRCH`: in a child that
+    /// does not have the heap, as of the bare system call. Errors of `out`.
     pub fn write_ranges(&self, ranges: &RangeSet, out: &mut impl Write) -> io::Result<()> {
+        if !self.space.views.are_here() {
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
         let start = self.addresses().start;
         // Not an object: where the heap is the program's, it would be one of those that are written.
         let mut copy = [0; PAGE_SIZE];
