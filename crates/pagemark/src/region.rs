@@ -124,12 +124,6 @@ pub struct Region {
     number: u64,
 }
 
-// SAFETY: the memory is accessed through raw pointers, whose users synchronize the accesses, or by
-// the atomic accesses of `SharedBytes`. A mutex protects all other state.
-unsafe impl Send for Region {}
-// SAFETY: as for `Send`.
-unsafe impl Sync for Region {}
-
 /// The memory of a region.
 struct RegionMemory {
     claim: Claim,
@@ -137,6 +131,12 @@ struct RegionMemory {
     /// None for adopted memory.
     _mapping: Option<Mapping>,
 }
+
+// SAFETY: the memory is accessed through raw pointers, whose users synchronize the accesses, or by
+// the atomic accesses of `SharedBytes`.
+unsafe impl Send for RegionMemory {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for RegionMemory {}
 
 /// The memory of a region that is no more: it stays mapped as long as this exists.
 #[derive(Debug)]
