@@ -724,8 +724,8 @@ static void begin_anew(pid_t pid, uint64_t *state)
 	close(pagemap);
 	usleep(next(state) % 50000);
 	pagemap = open_of(pid, "pagemap", O_RDONLY);
-	/* This begins it, and restarts nothing. */
-	scan_written((uintptr_t)base, 0, NULL, 0, &(uint64_t){ 0 }, 0);
+	/* This begins it, and restarts no page. */
+	scan_written((uintptr_t)base + size, PM_SCAN_LDT_RESTART, NULL, 0, &(uint64_t){ 0 }, 0);
 	for (unsigned int i = 0; i < threads; i++)
 		if (kind_of(i) == SHARED_MEMORY)
 			read_pages((uintptr_t)arena(i), (uintptr_t)arena(i + 1));

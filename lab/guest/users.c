@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Is lightweight dirty tracking on as long as a file is open through which it was used, whoever has the file, and is no write
- * lost then, or when it ends and begins anew?
+ * Is lightweight dirty tracking on as long as a file is open through which it was restarted, whoever has the file, and is no
+ * write lost then, or when it ends and begins anew?
  *
  *   users [-s SECONDS] [-r SEED] [-b]
  *
  * Trackers open the pagemap file of a trackee, use it, duplicate it, pass it on to each other, leave it in a socket, fork with
- * it, execute with it, close it, and are killed, also for want of memory. A model knows which files are open and were used. The
- * trackee writes, drops shared memory, swaps out and moves page tables; its threads, and processes that share its memory, use
- * files of their own. From time to time it stops. Then
+ * it, execute with it, close it, and are killed, also for want of memory. A model knows which files are open and have restarted
+ * tracking, and which has done so last: each other must be told so, once, when it is used again. All trackers have one copy of
+ * the trackee's memory, so that none loses what another has collected. The trackee writes, drops shared memory, swaps out and
+ * moves page tables; its threads, and processes that share its memory, ask through files of their own. From time to time it
+ * stops. Then
  *   - tracking must be on exactly if the model says so: only then a page of shared memory that was written and dropped counts
  *     as written;
  *   - after one more collect, a copy that was made by the reports alone must be what the trackee has noted that it wrote;
@@ -99,16 +101,22 @@ static uint64_t next(uint64_t *state)
 	return *state;
 }
 
+/* How often a restart was told that another file has restarted tracking since. */
+static long told_as_stale;
+
 /* A call that looks for pages, and perhaps restarts them. Returns the number of pages, and their ranges if there is room. */
 static long scan_once(int file, struct pm_scan_arg *arg)
 {
 	long count;
 
 	arg->size = sizeof(*arg);
-	do
+	for (;;) {
 		count = ioctl(file, PAGEMAP_SCAN, arg);
-	while (count < 0 && errno == EINTR);
-	return count;
+		if (count < 0 && errno == ESTALE && arg->flags & PM_SCAN_LWD_RESTART)
+			told_as_stale++;
+		else if (count >= 0 || errno != EINTR)
+			return count;
+	}
 }
 
 static uint64_t count_pages(int file, uint64_t start, uint64_t end, uint64_t flags, uint64_t mask, uint64_t inverted,
@@ -137,10 +145,26 @@ static uint64_t arenas_end(void)
 	return (uintptr_t)base + THREADS * ARENA;
 }
 
-/* Asks what counts as written, which uses tracking, and restarts nothing. */
-static uint64_t ask(int file)
+/* Asks what counts as written, which changes nothing. Returns whether another file has restarted tracking meanwhile. */
+static bool ask(int file)
 {
-	return count_pages(file, (uintptr_t)base, arenas_end(), 0, PAGE_IS_LWD_DIRTY, 0, 0);
+	struct pm_scan_arg arg = { .start = (uintptr_t)base, .end = arenas_end(), .category_mask = PAGE_IS_LWD_DIRTY,
+				   .return_mask = PAGE_IS_LWD_DIRTY };
+
+	if (scan_once(file, &arg) >= 0)
+		return false;
+	if (errno != ESTALE)
+		die("PAGEMAP_SCAN that asks");
+	return true;
+}
+
+/* Turns tracking on, and restarts no page. */
+static void begin(int file)
+{
+	struct pm_scan_arg arg = { .flags = PM_SCAN_LWD_RESTART, .start = (uintptr_t)base, .end = (uintptr_t)base };
+
+	if (scan_once(file, &arg) < 0)
+		die("PAGEMAP_SCAN that begins");
 }
 
 /* What cannot be read is not there any more, and will be new when it comes back. */
@@ -246,7 +270,7 @@ static void move_table(struct worker *worker)
 	map_part(worker->thread, from, PROT_NONE);
 }
 
-/* A user of its own memory. It cannot take reports away, since it does not restart. */
+/* Asks of its own memory, which neither turns tracking on nor takes reports away. */
 static void use_own(struct worker *worker, bool leave_open)
 {
 	int file = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC), other = -1;
@@ -481,8 +505,12 @@ static void track(int socket, pid_t pid, int *files, uint64_t state)
 			if (files[message.other] < 0)
 				die("dup");
 			break;
-		case ASK: message.result = (long)ask(*slot); break;
-		case COLLECT: collect(*slot, pid, &state); break;
+		case ASK: message.result = ask(*slot); break;
+		case COLLECT:
+			told_as_stale = 0;
+			collect(*slot, pid, &state);
+			message.result = told_as_stale;
+			break;
 		case GIVE: given = *slot; break;
 		case TAKE: *slot = file; break;
 		case FORK:
@@ -515,6 +543,8 @@ static struct {
 	int references;
 	bool used;
 } file_of[MAX_FILES];
+/* The file that has restarted tracking last, if it is open. */
+static int owner = -1;
 
 static struct tracker {
 	pid_t pid;
@@ -533,7 +563,7 @@ static int kept_count;
 static bool was_off = true;
 static uint64_t random_state;
 static pid_t target;
-static unsigned long checks, beginnings, deaths, on_count;
+static unsigned long checks, beginnings, deaths, on_count, stale_collects;
 
 static bool is_on(void)
 {
@@ -545,8 +575,8 @@ static bool is_on(void)
 
 static void drop(int *file)
 {
-	if (*file >= 0)
-		file_of[*file].references--;
+	if (*file >= 0 && !--file_of[*file].references && owner == *file)
+		owner = -1;
 	*file = -1;
 }
 
@@ -563,6 +593,36 @@ static long order(struct tracker *tracker, enum order what, int slot, int other,
 	if (what == GIVE)
 		*file = received;
 	return message.result;
+}
+
+static void fail(const char *what, unsigned long pages)
+{
+	printf("users: FAILED: %s (%lu), seed %lu, after %lu checks\n", what, pages, seed, checks);
+	exit(1);
+}
+
+static bool is_stale(int file)
+{
+	return file_of[file].used && owner != file;
+}
+
+/* Has a tracker collect through a file. */
+static void collect_by(struct tracker *tracker, int slot)
+{
+	int file = tracker->files[slot];
+	long told = order(tracker, COLLECT, slot, 0, NULL);
+
+	if (told != is_stale(file))
+		fail(told ? "a file is told of a restart by another" : "a file is not told of a restart by another", (unsigned long)told);
+	stale_collects += (unsigned long)told;
+	file_of[file].used = true;
+	owner = file;
+}
+
+static void ask_by(struct tracker *tracker, int slot)
+{
+	if (order(tracker, ASK, slot, 0, NULL) != is_stale(tracker->files[slot]))
+		fail("a file that asks is told the wrong thing of restarts by others", 1);
 }
 
 static void start_tracker(struct tracker *tracker)
@@ -689,8 +749,7 @@ static void pass_on(struct tracker *from, int slot)
 
 static void kill_while_it_asks(struct tracker *tracker, int slot)
 {
-	order(tracker, ASK, slot, 0, NULL);
-	file_of[tracker->files[slot]].used = true;
+	collect_by(tracker, slot);
 	order(tracker, ASK_ON, slot, 0, NULL);
 	/* Others go on meanwhile. */
 	for (int i = 0; i < TRACKERS; i++) {
@@ -698,8 +757,7 @@ static void kill_while_it_asks(struct tracker *tracker, int slot)
 
 		if (&trackers[i] == tracker || other < 0)
 			continue;
-		order(&trackers[i], COLLECT, other, 0, NULL);
-		file_of[trackers[i].files[other]].used = true;
+		collect_by(&trackers[i], other);
 		break;
 	}
 	usleep(next(&random_state) % 3000);
@@ -735,8 +793,7 @@ static void one_step(bool can_eat)
 		file_of[tracker->files[slot]].references++;
 		break;
 	case 8:
-		order(tracker, ASK, slot, 0, NULL);
-		file_of[tracker->files[slot]].used = true;
+		ask_by(tracker, slot);
 		break;
 	case 9: case 10: pass_on(tracker, slot); break;
 	case 11:
@@ -770,17 +827,10 @@ static void one_step(bool can_eat)
 		break;
 	case 15: kill_while_it_asks(tracker, slot); break;
 	default:
-		order(tracker, COLLECT, slot, 0, NULL);
-		file_of[tracker->files[slot]].used = true;
+		collect_by(tracker, slot);
 	}
 	if (!is_on())
 		was_off = true;
-}
-
-static void fail(const char *what, unsigned long pages)
-{
-	printf("users: FAILED: %s (%lu), seed %lu, after %lu checks\n", what, pages, seed, checks);
-	exit(1);
 }
 
 static void compare(void)
@@ -826,8 +876,8 @@ static void check(void)
 	struct tracker *tracker = &trackers[next(&random_state) % TRACKERS];
 	bool model = is_on(), on;
 	char path[64];
+	int file, first = -1;
 	uint64_t left;
-	int file;
 
 	pause_trackee(true);
 	snprintf(path, sizeof(path), "/proc/%d/pagemap", target);
@@ -843,10 +893,14 @@ static void check(void)
 	while (atomic_load(&control->probe))
 		usleep(200);
 	if (on != model)
-		fail(on ? "tracking is on, and no file is open that has used it" : "tracking has ended too early", 1);
+		fail(on ? "tracking is on, and no file is open that has restarted it" : "tracking has ended too early", 1);
 	on_count += on;
 	if (!model) {
 		beginnings++;
+		first = open(path, O_RDONLY | O_CLOEXEC);
+		if (first < 0)
+			die(path);
+		begin(first);
 		left = count_pages(file, (uintptr_t)base, arenas_end(), 0, PAGE_IS_LWD_DIRTY, PAGE_IS_LWD_DIRTY, POPULATED);
 		if (left)
 			fail("pages that do not count as written at a new beginning", left);
@@ -858,10 +912,7 @@ static void check(void)
 	if (slot_with(tracker, true) < 0)
 		fail("the model has no room", 0);
 	for (int i = 0; i < 2; i++) {
-		int slot = slot_with(tracker, true);
-
-		order(tracker, COLLECT, slot, 0, NULL);
-		file_of[tracker->files[slot]].used = true;
+		collect_by(tracker, slot_with(tracker, true));
 		compare();
 	}
 	/* Huge pages may be made meanwhile of pages that are swapped out, and then count. */
@@ -874,6 +925,9 @@ static void check(void)
 			fail("pages that count as written without a write", left);
 	}
 	close(file);
+	/* Others have restarted it since. */
+	if (first >= 0)
+		close(first);
 	was_off = false;
 	checks++;
 	pause_trackee(false);
@@ -1057,8 +1111,8 @@ int main(int argc, char **argv)
 		kill(trackers[i].pid, SIGKILL);
 	shm_unlink("/users-control");
 	shm_unlink("/users-copy");
-	printf("users: nothing missed, seed %lu: %lu checks, tracking on in %lu, new beginnings %lu, %lu trackers died%s, %lu operations, %lu collects, %lu pages reported\n",
-	       seed, checks, on_count, beginnings, deaths, can_eat ? "" : " (none for want of memory)",
+	printf("users: nothing missed, seed %lu: %lu checks, tracking on in %lu, new beginnings %lu, %lu collects told of others, %lu trackers died%s, %lu operations, %lu collects, %lu pages reported\n",
+	       seed, checks, on_count, beginnings, stale_collects, deaths, can_eat ? "" : " (none for want of memory)",
 	       atomic_load(&control->operations), atomic_load(&control->collects), atomic_load(&control->reported));
 	if (broken) {
 		printf("users: %lu reports were forgotten, and it did not notice\n", atomic_load(&control->forgotten));

@@ -560,15 +560,16 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
 }
 
 /// The trackers of the crate and a program to whose memory much happens at the same time. Every
-/// other run has a huge page of 1 GiB.
+/// other run has a huge page of 1 GiB, every third one another tracker.
 fn combined(binaries: &TestBinaries, c: &CPrograms, extent: Extent) -> Result<Vec<GuestTest>> {
     let prepare = quoted(&crate::source_root().join("lab/guest/combined.sh"));
     let tests = &binaries.find("pagemark", "ldt_combined")?.path;
     let run = |seed: u32, test: &str| {
         let gib = if seed.is_multiple_of(2) { "PAGEMARK_COMBINED_GIB=1 " } else { "" };
+        let rival = if seed.is_multiple_of(3) { "PAGEMARK_COMBINED_RIVAL=1 " } else { "" };
         let settings = format!("PAGEMARK_COMBINED_SECONDS={} PAGEMARK_COMBINED_SEED={seed}", 5 * extent.seconds());
         let command = libtest(tests, &format!("--ignored --exact --nocapture {test}"));
-        format!("export {gib}{settings} PAGEMARK_COMBINED={}; {prepare} && {command}", c.combined())
+        format!("export {gib}{rival}{settings} PAGEMARK_COMBINED={}; {prepare} && {command}", c.combined())
     };
     let mut runs: Vec<_> = (extent.seeds().iter())
         .map(|&seed| GuestTest::oracle(format!("combined, seed {seed}"), run(seed, "no_write_is_missed")))

@@ -68,7 +68,7 @@ pub struct Filter {
 #[derive(Debug)]
 pub struct Pagemap {
     file: File,
-    /// How often a restart has failed with `ENOMEM`.
+    /// How often a restart has failed with `ENOMEM` or `ESTALE`.
     losses: AtomicU64,
 }
 
@@ -97,8 +97,10 @@ impl Pagemap {
         Ok(Pagemap { file: File::open(path)?, losses: AtomicU64::new(0) })
     }
 
-    /// How often a scan that restarts dirty tracking has failed because the kernel had lost what
-    /// was written. It says so to one scan, but what is lost may be anywhere in the address space.
+    /// How often a scan that restarts dirty tracking has found that what was written is lost: the
+    /// kernel had no memory to note it, or another tracker has collected it, which has a file of
+    /// its own. The kernel says so to one scan, but what is lost may be anywhere in the address
+    /// space.
     pub fn losses(&self) -> u64 {
         self.losses.load(Ordering::Acquire)
     }

@@ -12,16 +12,19 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use pagemark::track::{MemoryPart, ProcessMemory};
 use pagemark::{Address, ByteCount, Error, Mechanism, PAGE_SIZE, Range, RangeSet, Tracker};
 use pagemark_linux::memory::Memory;
-use pagemark_linux::pagemap::Pagemap;
+use pagemark_linux::pagemap::{Filter, LDT_DIRTY, Pagemap};
 use pagemark_testing::finding;
 
 /// The variable that names the program. `PAGEMARK_COMBINED_SEED` and `PAGEMARK_COMBINED_SECONDS`
-/// must be set with it; with `PAGEMARK_COMBINED_GIB`, it also has a huge page of 1 GiB.
+/// must be set with it; with `PAGEMARK_COMBINED_GIB`, it also has a huge page of 1 GiB, and with
+/// `PAGEMARK_COMBINED_RIVAL`, another tracker collects from it, too.
 const PROGRAM: &str = "PAGEMARK_COMBINED";
 
 /// What the program need not have done: the machine may lack huge pages, swap, or a second node.
@@ -339,6 +342,42 @@ fn kernel_counters() -> BTreeMap<String, u64> {
         .collect()
 }
 
+/// Another tracker, which begins intervals of its own at any time.
+struct Rival {
+    is_over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<u64>>,
+}
+
+impl Rival {
+    fn start(pid: i32, ranges: RangeSet) -> Rival {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let watched = is_over.clone();
+        let thread = std::thread::spawn(move || {
+            let pagemap = Pagemap::of_process(pid).unwrap();
+            let filter = Filter { all: LDT_DIRTY, report: LDT_DIRTY, restart: true, ..Filter::default() };
+            let mut random = Random(88_172_645_463_325_252);
+            let mut collects = 0;
+            while !watched.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(random.below(400)));
+                for range in ranges.iter() {
+                    // Without memory to note what was written, it is ours to hear of it.
+                    match pagemap.scan(&range, filter, |_, _| {}) {
+                        Err(error) if error.raw_os_error() != Some(libc::ENOMEM) => panic!("the rival: {error}"),
+                        _ => collects += 1,
+                    }
+                }
+            }
+            collects
+        });
+        Rival { is_over, thread: Some(thread) }
+    }
+
+    fn end(&mut self) -> u64 {
+        self.is_over.store(true, Ordering::Relaxed);
+        self.thread.take().map_or(0, |thread| thread.join().expect("the rival"))
+    }
+}
+
 /// Runs the program and collects from it until the time is over or a page differs, and returns the
 /// difference.
 fn run(time: Duration, ignored: Option<u64>) -> Option<String> {
@@ -348,6 +387,10 @@ fn run(time: Duration, ignored: Option<u64>) -> Option<String> {
     let mut copies = Copies::new(program.child.id() as i32, areas, Random(seed * 7919 + 1), ignored);
     copies.collect();
     copies.copy_all();
+    let mut rival = std::env::var_os(format!("{PROGRAM}_RIVAL")).map(|_| {
+        let ranges = copies.areas.iter().map(|area| area.range.clone()).collect();
+        Rival::start(program.child.id() as i32, ranges)
+    });
     let (end, mut rounds, mut difference) = (Instant::now() + time, 0, None);
     while Instant::now() < end && difference.is_none() {
         program.tell(b'g', "going");
@@ -359,6 +402,9 @@ fn run(time: Duration, ignored: Option<u64>) -> Option<String> {
         copies.collect();
         difference = copies.difference();
         rounds += 1;
+    }
+    if let Some(rival) = &mut rival {
+        println!("{} collects by another tracker", rival.end());
     }
     let counts = program.tell(b'e', "ended");
     println!(

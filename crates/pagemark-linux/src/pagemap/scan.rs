@@ -29,6 +29,9 @@ const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
 const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 const PM_SCAN_LDT_RESTART: u64 = 1 << 2;
 
+/// How often a restart is repeated that another tracker has got ahead of.
+const TRIES: usize = 1000;
+
 /// Most regions that the kernel returns at once.
 const REGIONS: usize = 2048;
 
@@ -63,10 +66,15 @@ impl Pagemap {
     /// page table is allocated.
     ///
     /// # Errors
-    /// `ENOTTY`: the kernel is older than 6.7. `EINVAL`: the range is not made of pages.
+    /// `ENOTTY`: the kernel is older than 6.7. `EINVAL`: the range is not made of pages. `ENOMEM`,
+    /// only with `restart`: the kernel had lost what was written ([`Pagemap::losses`]). `ESTALE`:
+    /// another tracker has restarted dirty tracking since this one did, and the filter has no
+    /// `restart`; or it does so all the time. A restart is repeated otherwise, and counts as a
+    /// loss.
     pub fn scan(&self, range: &Range, filter: Filter, mut each: impl FnMut(Range, u64)) -> io::Result<()> {
         let mut regions = [const { MaybeUninit::<PageRegion>::uninit() }; REGIONS];
         let mut start = range.start;
+        let mut tries = 0;
         while start < range.end {
             let mut argument = ScanArgument {
                 size: size_of::<ScanArgument>() as u64,
@@ -104,10 +112,16 @@ impl Pagemap {
                 }
                 Err(_) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => {
-                    if filter.restart && error.raw_os_error() == Some(libc::ENOMEM) {
+                    let code = error.raw_os_error();
+                    if filter.restart && matches!(code, Some(libc::ENOMEM | libc::ESTALE)) {
                         self.losses.fetch_add(1, Ordering::AcqRel);
                     }
-                    return Err(error);
+                    tries += 1;
+                    if !filter.restart || code != Some(libc::ESTALE) || tries > TRIES {
+                        return Err(error);
+                    }
+                    // Nothing was restarted that is not reported now or counts as lost.
+                    continue;
                 }
             }
             // `walk_end` can be at the start only after an interrupted call.

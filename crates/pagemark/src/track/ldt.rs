@@ -37,8 +37,9 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
 
 /// Tracks by the dirty bits.
 ///
-/// An address space has one interval at a time. It can have only one such tracker, even of several
-/// programs.
+/// An address space has one interval at a time. Trackers that share a pagemap share it, each for
+/// ranges of its own. If another tracker begins a new one through a pagemap of its own, be it of
+/// another program, then the kernel says so, and the next collect reports every page.
 #[derive(Debug)]
 pub struct Ldt {
     /// Open from the first interval to the last: the kernel ends tracking when it is closed.
@@ -47,9 +48,10 @@ pub struct Ldt {
     /// The ranges of the last collect. Intervals outside of them were not begun by this tracker.
     covered: RangeSet,
     seen: Seen,
-    /// How often the kernel had lost what was written to shared memory that left the page tables,
-    /// as of the last collect that succeeded. It says so once, by an error, perhaps to a tracker of
-    /// other ranges; the next collect of each reports every page.
+    /// [`Pagemap::losses`] as of the last collect that succeeded. The kernel says once that it has
+    /// lost what was written to shared memory that left the page tables, or that another tracker
+    /// has collected, and perhaps to a tracker of other ranges; the next collect of each reports
+    /// every page.
     losses: u64,
 }
 
@@ -77,12 +79,15 @@ const TRY_PAUSE: Duration = Duration::from_millis(1);
 /// bits of PAGEMAP_SCAN for something else, so that it is not enough that it accepts them.
 fn check_kernel() -> Result<(), Error> {
     let page = Scratch::new(1);
-    let own = Pagemap::of_this_process().map_err(scanning)?;
+    // Trackers of this process would have to report every page if another file were used here.
+    let own = own_pagemap()?;
     let is_dirty = |restart| {
         let mut is_dirty = false;
         let filter = Filter { all: LDT_DIRTY, report: LDT_DIRTY, restart, ..Filter::default() };
         match own.scan(&page.range(), filter, |_, _| is_dirty = true) {
             Ok(_) => Ok(is_dirty),
+            // Another program tracks this one, too: nothing is known of the page.
+            Err(error) if !restart && error.raw_os_error() == Some(libc::ESTALE) => Ok(true),
             // The kernel does not know the category, or PAGEMAP_SCAN.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTTY)) => Err(unavailable()),
             Err(error) => Err(scanning(error)),
@@ -157,7 +162,14 @@ impl Tracker for Ldt {
                         populated.insert(run);
                     }
                 });
-                scanned.map_err(|error| Error::while_tracking(error, || format!("scanning the pages of {range:#x?}")))
+                scanned.map_err(|error| {
+                    let is_taken = error.raw_os_error() == Some(libc::ESTALE);
+                    let error = Error::while_tracking(error, || format!("scanning the pages of {range:#x?}"));
+                    match is_taken {
+                        true => error.help("another program collects from this one all the time: end it"),
+                        false => error,
+                    }
+                })
             })
             .and_then(|()| check_alive(&self.pagemap));
         // A page of a file may have been written, and then have left the page table.
@@ -186,6 +198,34 @@ impl Tracker for Ldt {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_tracker_reports_every_page_after_another_one_has_collected() {
+        if let Err(error) = check_kernel() {
+            pagemark_testing::skipped(&format!("{error}"));
+            return;
+        }
+        let scratch = Scratch::new(4);
+        (0..4).for_each(|page| scratch.write(page, 1));
+        let ranges = RangeSet::from(scratch.range());
+        let [mut first, mut second] = [(); 2].map(|()| {
+            let pagemap = Arc::new(Pagemap::of_this_process().unwrap());
+            Ldt::new(pagemap, super::super::Pages::All).unwrap()
+        });
+        let collect = |tracker: &mut Ldt| {
+            let mut dirty = RangeSet::new();
+            tracker.collect(&ranges, &mut dirty).unwrap();
+            dirty
+        };
+        assert_eq!(collect(&mut first), ranges);
+        assert_eq!(collect(&mut first), RangeSet::new());
+        scratch.write(0, 2);
+        assert_eq!(collect(&mut second), ranges, "all is new to it");
+        assert_eq!(collect(&mut second), RangeSet::new());
+        assert_eq!(collect(&mut first), ranges, "the second has taken the page");
+        assert_eq!(collect(&mut first), RangeSet::new());
+        assert_eq!(collect(&mut second), ranges, "the first has begun an interval since");
+    }
 
     #[test]
     fn only_one_type_of_guests_of_xen_is_paravirtualized() {
