@@ -23,6 +23,7 @@ mod made;
 mod memory;
 mod mounts;
 mod opened;
+mod own_mounts;
 mod owners;
 mod peers;
 mod reservations;

@@ -1,5 +1,5 @@
 //! Containers in which a program of another user runs, and whose mounts that user leads elsewhere
-//! before a restore that root makes.
+//! before a restore that root makes; and what root's own programs have in read-only mounts.
 
 mod support;
 
@@ -167,5 +167,31 @@ fn a_directory_of_root_that_is_mounted_is_not_replaced_by_one_of_the_user() {
         }
         fs::remove_dir(way.join(name)).unwrap();
         fs::rename(way.join("old"), way.join(name)).unwrap();
+    }
+}
+
+/// The mount gets read-only when the file has lost its name.
+#[test]
+fn a_removed_file_of_a_read_only_mount_comes_back() {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    let set_up = "mkdir data && mount -t tmpfs tmpfs data && echo kept > data/gone";
+    let text = format!(
+        "import os, subprocess, time
+gone = os.open('data/gone', os.O_RDONLY)
+os.unlink('data/gone')
+subprocess.run(['mount', '-o', 'remount,bind,ro', 'data'], check=True)
+def read():
+    is_read_only = os.fstatvfs(gone).f_flag & os.ST_RDONLY
+    return str([os.pread(gone, 9, 0), os.fstat(gone).st_nlink, is_read_only, os.listdir('data')])
+{REPORT_AGAIN}"
+    );
+    let Some(mut program) = Program::of_root_in_a_container_after(set_up, &text) else { return };
+    let expected = "[b'kept\\n', 0, 1, []]";
+    assert_eq!(program.report(), expected);
+    for is_lazy in [false, true] {
+        let checkpoint = checkpoints.take(&program, &[]);
+        program.kill();
+        program.adopt(&restore(&checkpoints, &checkpoint, is_lazy).unwrap());
+        assert_eq!(program.report(), expected);
     }
 }

@@ -5,7 +5,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -20,6 +20,7 @@ use prost::Message;
 use super::holders::Holder;
 use super::made::not_made;
 use super::opened::in_the_way;
+use super::own_mounts::OwnMounts;
 use crate::criu::images::schema::{GhostChunkEntry, GhostFileEntry, Timeval};
 use crate::files::user::User;
 use crate::files::walk::{Found, Lost, find_directory, open_at};
@@ -52,10 +53,10 @@ pub(super) fn make(
     if is_roots || by.is_empty() {
         return Ok(None);
     }
-    make_in(&place, directory, ghost, path, by, users).map(Some)
+    make_in(&place, directory, ghost, path, (by, users), None).map(Some)
 }
 
-/// Like [`make()`], in any directory.
+/// Like [`make()`], in any directory of a container's `mounts`.
 pub(super) fn make_anywhere(
     directory: &Path,
     ghost: u32,
@@ -63,8 +64,9 @@ pub(super) fn make_anywhere(
     by: &[Holder],
     users: &[User],
     root: &OwnedFd,
+    mounts: &OwnMounts<'_>,
 ) -> Result<Ghost> {
-    make_in(&find_place(root, path)?, directory, ghost, path, by, users)
+    make_in(&find_place(root, path)?, directory, ghost, path, (by, users), Some(mounts))
 }
 
 /// The file system and inode that file `ghost` of the images in `directory` had.
@@ -92,7 +94,14 @@ fn find_place(root: &OwnedFd, path: &Path) -> Result<Found> {
     }
 }
 
-fn make_in(place: &Found, directory: &Path, ghost: u32, path: &Path, by: &[Holder], users: &[User]) -> Result<Ghost> {
+fn make_in(
+    place: &Found,
+    directory: &Path,
+    ghost: u32,
+    path: &Path,
+    (by, users): (&[Holder], &[User]),
+    mounts: Option<&OwnMounts<'_>>,
+) -> Result<Ghost> {
     let (entry, mut content) = read(directory, ghost)?;
     let Some(name) = path.file_name() else { return Err(in_the_way(path, "is no path of a file")) };
     let by_users: Vec<&User> = by.iter().map(|holder| &users[holder.user]).collect();
@@ -103,16 +112,32 @@ fn make_in(place: &Found, directory: &Path, ghost: u32, path: &Path, by: &[Holde
         in_the_way(path, format!("was removed and is open, and its owner was user {owner}: user {uid} cannot make it"))
     })?;
     let maker = if user.is_root || !geteuid().is_root() { geteuid().as_raw() } else { user.identity.uid };
-    let made = user.run(|| make_as_user(&mut content, &entry, place.file.as_fd(), name, maker));
-    let file = made.and_then(|made| made).map_err(|source| not_made(path, user, source))?;
+    let mut make = |place: Place<'_>| user.run(|| make_as_user(&mut content, &entry, place, name, maker))?;
+    let here = place.file.as_fd();
+    let mut made = make(Place { made_in: here, seen_in: None });
+    if made.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::ReadOnlyFilesystem)
+        && let Some(mounts) = mounts.filter(|mounts| user.is_root && mounts.has_made(path))
+    {
+        made = mounts.writable(here).and_then(|copy| make(Place { made_in: copy.as_fd(), seen_in: Some(here) }));
+    }
+    let file = made.map_err(|source| not_made(path, user, source))?;
     Ok(Ghost { file, was: (entry.dev, entry.ino) })
+}
+
+/// The directory in which a file is made.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    /// A mount of it that can be written.
+    made_in: BorrowedFd<'a>,
+    /// The mount of it in which the processes have the file, if that is another one.
+    seen_in: Option<BorrowedFd<'a>>,
 }
 
 /// Makes the file, without a name at the end.
 fn make_as_user(
     content: &mut BufReader<File>,
     entry: &GhostFileEntry,
-    place: std::os::fd::BorrowedFd<'_>,
+    Place { made_in: place, seen_in }: Place<'_>,
     name: &OsStr,
     maker: u32,
 ) -> io::Result<OwnedFd> {
@@ -146,6 +171,7 @@ fn make_as_user(
         if kind != libc::S_IFREG && (found.st_mode & libc::S_IFMT, found.st_uid) != (kind, maker) {
             return Err(io::Error::other("another user has put something else in its place"));
         }
+        let seen = seen_in.map(|seen_in| open_at(seen_in, &name)).transpose();
         let is_directory = kind == libc::S_IFDIR;
         let flags = if is_directory { UnlinkatFlags::RemoveDir } else { UnlinkatFlags::NoRemoveDir };
         unlinkat(place, name.as_os_str(), flags)?;
@@ -157,22 +183,22 @@ fn make_as_user(
             fill(content, entry, &file)?;
         }
         apply(entry, &file)?;
-        return Ok(file);
+        let Some(seen) = seen? else { return Ok(file) };
+        let [made, seen_file] = [fstat(&file)?, fstat(&seen)?];
+        if (made.st_dev, made.st_ino) != (seen_file.st_dev, seen_file.st_ino) {
+            return Err(io::Error::other("another file has been put in its place"));
+        }
+        return Ok(seen);
     }
     Err(io::Error::other("all names for it are taken"))
 }
 
-fn create(place: std::os::fd::BorrowedFd<'_>, name: &OsStr) -> nix::Result<OwnedFd> {
+fn create(place: BorrowedFd<'_>, name: &OsStr) -> nix::Result<OwnedFd> {
     let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     openat(place, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)
 }
 
-fn device(
-    place: std::os::fd::BorrowedFd<'_>,
-    name: &OsStr,
-    kind: SFlag,
-    entry: &GhostFileEntry,
-) -> nix::Result<OwnedFd> {
+fn device(place: BorrowedFd<'_>, name: &OsStr, kind: SFlag, entry: &GhostFileEntry) -> nix::Result<OwnedFd> {
     let number = entry.rdev.ok_or(Errno::EINVAL)?;
     mknodat(place, name, kind, Mode::S_IRWXU, number.into())?;
     open_at(place, name)
@@ -260,7 +286,8 @@ mod tests {
             let entry = GhostFileEntry { gid: nix::unistd::getegid().as_raw(), ..entry };
             let make = |maker| {
                 let mut content = BufReader::new(File::open("/dev/null").unwrap());
-                make_as_user(&mut content, &entry, place.as_fd(), OsStr::new("name"), maker)
+                let place = Place { made_in: place.as_fd(), seen_in: None };
+                make_as_user(&mut content, &entry, place, OsStr::new("name"), maker)
             };
             assert!(make(own + 1).unwrap_err().to_string().contains("something else"));
             let left = || std::fs::read_dir(directory.path()).unwrap().count();

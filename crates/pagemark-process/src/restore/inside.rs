@@ -28,7 +28,9 @@ use super::gate::Gate;
 use super::ghosts;
 use super::holders::{Holder, Holders};
 use super::made::Made;
+use super::mounts::recorded;
 use super::opened::{Images, check, in_the_way, look_up};
+use super::own_mounts::OwnMounts;
 use super::watches;
 use crate::criu::descriptors::receive_descriptor;
 use crate::criu::images::schema::{MOUNT_OF_PROCESSES, MountEntry, RegFileEntry};
@@ -225,6 +227,7 @@ impl Inside {
         let mounts =
             mounts_of(root_pid).map_err(super::io("find the mounts of the container among what CRIU keeps"))?;
         let root = in_mounts(&mounts, own_root).map_err(super::io("open the root directory"))?;
+        let own_mounts = OwnMounts { mounts: &mounts, recorded: recorded(&self.images)? };
         let (holders, made) = (&self.holders, &mut self.made);
         let users = &holders.users;
         for WantedFile { what, by, slot } in &mut self.wanted {
@@ -238,7 +241,9 @@ impl Inside {
                     found.file
                 }
                 What::Watched(path) => watches::look_up(&root, path, by, holders, &self.trusted)?.file,
-                What::Ghost(ghost, path) => ghosts::make_anywhere(&self.images, *ghost, path, by, users, &root)?.file,
+                What::Ghost(ghost, path) => {
+                    ghosts::make_anywhere(&self.images, *ghost, path, by, users, &root, &own_mounts)?.file
+                }
             };
             // SAFETY: both descriptors are open, and this object owns the second one.
             Errno::result(unsafe { libc::dup3(file.as_raw_fd(), slot.as_raw_fd(), libc::O_CLOEXEC) })

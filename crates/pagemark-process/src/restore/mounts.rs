@@ -233,7 +233,7 @@ fn misplaced(mount: &Mount) -> Error {
 }
 
 /// Where it is in the container.
-fn point_of(entry: &MountEntry) -> PathBuf {
+pub(super) fn point_of(entry: &MountEntry) -> PathBuf {
     Path::new("/").join(entry.mountpoint.trim_start_matches('.').trim_start_matches('/'))
 }
 

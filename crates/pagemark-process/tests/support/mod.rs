@@ -200,10 +200,20 @@ impl Program {
 
     /// The same, with this output.
     pub fn of_a_user_in_a_container_with(line: &str, text: &str, output: Stdio) -> Option<Program> {
+        let line = format!("{line} && exec setsid setpriv --reuid=65534 --regid=65534 --clear-groups \"$@\"");
+        Program::in_a_container(&line, text, output)
+    }
+
+    /// Runs a Python program of root's in namespaces of processes and mounts of its own, after
+    /// root has executed a line of the shell there.
+    pub fn of_root_in_a_container_after(line: &str, text: &str) -> Option<Program> {
+        Program::in_a_container(&format!("{line} && exec setsid \"$@\""), text, Stdio::null())
+    }
+
+    fn in_a_container(line: &str, text: &str, output: Stdio) -> Option<Program> {
         let directory = directory_of_a_user()?;
         let mut command = Command::new("unshare");
-        let line = format!("{line} && exec setsid setpriv --reuid=65534 --regid=65534 --clear-groups \"$@\"");
-        command.args(["--pid", "--fork", "--mount", "--mount-proc", "sh", "-c", &line, "sh", USERS_PYTHON, "-c", text]);
+        command.args(["--pid", "--fork", "--mount", "--mount-proc", "sh", "-c", line, "sh", USERS_PYTHON, "-c", text]);
         command.stdin(Stdio::null()).stdout(output);
         let mut program = Program::start_in(&mut command, directory);
         let mut pids = Vec::new();
