@@ -76,7 +76,8 @@ struct Original {
     is_stopped: bool,
     /// SIGSTOP has come to the process, and CRIU may have dropped it.
     lacks_stop: bool,
-    /// The first thread ran when it was sent SIGSTOP, and takes this signal while CRIU still traces it.
+    /// The first thread ran when it was sent SIGSTOP, and takes this signal while CRIU still traces
+    /// it.
     takes_stop: bool,
     /// The process is the first of a container, or of a container within another.
     is_first: bool,
