@@ -569,7 +569,10 @@ pagemark_status pagemark_region_new(size_t bytes,
  * pagemark_options.sole_use. `options` may be null.
  *
  * Freeing the region ends tracking and keeps the memory, except that `emulate` turns private
- * memory into shared anonymous memory, which children made by fork do not inherit.
+ * memory into shared anonymous memory, which children made by fork do not inherit, and which is
+ * not locked and has no advice of before (mlock, madvise, mbind). Under `emulate`, no other thread
+ * may access the memory during this call. Under `mprotect`, `emulate` and `uffd`, it must hold
+ * nothing that the program's allocator or a handler of SIGSEGV writes.
  */
 pagemark_status pagemark_region_adopt(void *start,
                                       size_t bytes,

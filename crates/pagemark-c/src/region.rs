@@ -108,7 +108,10 @@ pub extern "C" fn pagemark_region_new(
 /// pagemark_options.sole_use. `options` may be null.
 ///
 /// Freeing the region ends tracking and keeps the memory, except that `emulate` turns private
-/// memory into shared anonymous memory, which children made by fork do not inherit.
+/// memory into shared anonymous memory, which children made by fork do not inherit, and which is
+/// not locked and has no advice of before (mlock, madvise, mbind). Under `emulate`, no other thread
+/// may access the memory during this call. Under `mprotect`, `emulate` and `uffd`, it must hold
+/// nothing that the program's allocator or a handler of SIGSEGV writes.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_adopt(
     start: *mut c_void,

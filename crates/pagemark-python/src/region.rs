@@ -184,7 +184,8 @@ impl Region {
     /// or, where the region itself was viewed (`memoryview(region)`), as long as the object exists.
     /// Once it is closed the memory is as it was before, except that `emulate` turns private memory
     /// into shared anonymous memory that children made by `os.fork` do not have. No other code may
-    /// change the mapping meanwhile, or make a mapped file shorter.
+    /// change the mapping meanwhile, or make a mapped file shorter. With `emulate`, no other thread
+    /// may access the buffer during this call.
     ///
     /// Shared memory (`mmap.mmap` by default, `numpy.memmap` in mode "r+") raises ValueError,
     /// because most mechanisms do not see writes of other processes. `sole_use=True` promises that

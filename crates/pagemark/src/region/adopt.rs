@@ -16,7 +16,9 @@ impl Region {
     /// table does not have yet. Memory of hugetlb is adopted in whole huge pages.
     ///
     /// Dropping the region ends tracking and keeps the memory, except that `emulate` turns private
-    /// memory into shared anonymous memory, which children made by `fork` do not inherit.
+    /// memory into shared anonymous memory, which children made by `fork` do not inherit, and which
+    /// is not locked and has no advice and no memory policy of before (`mlock`, `madvise`,
+    /// `mbind`), also where the call fails after that.
     ///
     /// Shared memory is refused, because most mechanisms do not see writes of other processes, or
     /// through other mappings of this process. `compare` and `full` see all writes and accept it;
@@ -32,8 +34,12 @@ impl Region {
     /// protection, and no mapped file becomes shorter. The file of a private mapping is not
     /// written. No Rust reference to the memory is used while a call of the region may write it
     /// ([`Region::rollback`], [`Region::restore`], [`Region::discard`], [`Region::write`],
-    /// [`Region::read_from`], [`Region::load`]). Under `emulate`, no other code accesses the memory
-    /// during this call.
+    /// [`Region::read_from`], [`Region::load`]). While a call reads it (a commit, a snapshot, a
+    /// save among them), no reference through which it may be written is used, and other threads
+    /// write it only by atomic operations, or in ways that the compiler does not see. Under
+    /// `emulate`, no other code accesses the memory during this call. Under `mprotect`, `emulate`
+    /// and `uffd`, it holds nothing that the program's allocator or a handler of SIGSEGV writes:
+    /// the handling of a write would wait for itself.
     pub unsafe fn adopt(start: NonNull<u8>, bytes: usize, options: RegionOptions) -> Result<Region, Error> {
         // SAFETY: the caller guarantees it.
         unsafe { adopt(start, bytes, options, false) }
