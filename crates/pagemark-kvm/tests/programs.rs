@@ -110,7 +110,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 38] = [
+const PROGRAMS: [(&str, &[&str]); 39] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -149,6 +149,7 @@ const PROGRAMS: [(&str, &[&str]); 38] = [
     ("unreadable", &[]),
     ("stream", &[]),
     ("failing", &["-pthread"]),
+    ("served", &["-pthread"]),
 ];
 
 /// Where there are compiled programs, for a computer that has no compiler.
@@ -671,6 +672,15 @@ fn reports_go_to_the_stream_alone() {
     for arguments in [&[][..], &["broken"], &["executed"]] {
         same(&program, arguments, dir.path());
     }
+}
+
+/// Who makes the pages that `mmap` asks for may access memory meanwhile.
+#[test]
+fn a_program_serves_the_file_that_it_maps() {
+    need_machine!();
+    let dir = dir();
+    let program = compiled("served", dir.path(), &["-pthread"]);
+    same(&program, &[], dir.path());
 }
 
 /// What the machine does not have is reported by name, and the program goes on.

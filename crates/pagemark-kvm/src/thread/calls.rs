@@ -15,6 +15,7 @@ pub mod clone;
 pub mod exec;
 pub mod files;
 pub mod memory;
+mod populate;
 pub mod process;
 pub mod signal;
 mod structure;

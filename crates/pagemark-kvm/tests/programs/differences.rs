@@ -179,6 +179,7 @@ const NOT_SHOWN: &[(&str, &str)] = &[
     ("uprobes of the host", "has a test of its own"),
     ("core files", "the system says where they go"),
     ("CPUID's leaves", "needs VMX or SVM"),
+    ("locked memory", "waits for ever"),
     ("memory in more spans", "needs as much memory"),
 ];
 

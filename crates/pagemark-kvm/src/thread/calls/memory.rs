@@ -7,6 +7,7 @@ use crate::mappings::{Protection, on_host};
 use crate::sys::{descriptors, host_call, limits};
 
 use super::Refusal;
+use super::populate::Populate;
 
 /// What a call returns, or how it is refused.
 pub type Result = std::result::Result<i64, Refusal>;
@@ -31,7 +32,7 @@ fn bytes_of_segment(id: u64) -> std::result::Result<u64, i32> {
 }
 
 /// Makes a call on memory of the program.
-fn host(number: i64, arguments: [u64; 6]) -> std::result::Result<i64, i32> {
+pub(super) fn host(number: i64, arguments: [u64; 6]) -> std::result::Result<i64, i32> {
     // SAFETY: the callers pass ranges of the program's addresses only, where no value of the
     // monitor lies.
     let result = unsafe { host_call::immediate(number, arguments) };
@@ -57,6 +58,15 @@ impl Machine {
 
     /// `mmap`.
     pub fn mmap(&self, [hint, len, protection, flags, fd, offset]: [u64; 6]) -> Result {
+        let (populate, flags) = Populate::of(len, protection, flags);
+        let start = self.map([hint, len, protection, flags, fd, offset])?;
+        if let Some(populate) = populate {
+            populate.make(start);
+        }
+        Ok(start)
+    }
+
+    fn map(&self, [hint, len, protection, flags, fd, offset]: [u64; 6]) -> Result {
         let has = |flag: i32| flags & flag as u64 != 0;
         if has(libc::MAP_GROWSDOWN) {
             return Err(Refusal::lacking(libc::EINVAL, "MAP_GROWSDOWN"));
