@@ -20,7 +20,7 @@ use pagemark::track::{MemoryPart, ProcessMemory};
 use pagemark::{Address, ByteCount, Error, Mechanism, PAGE_SIZE, Range, RangeSet, Tracker};
 use pagemark_linux::memory::Memory;
 use pagemark_linux::pagemap::{Filter, LDT_DIRTY, Pagemap};
-use pagemark_testing::finding;
+use pagemark_testing::{SplitMix, finding};
 
 /// The variable that names the program. `PAGEMARK_COMBINED_SEED` and `PAGEMARK_COMBINED_SECONDS`
 /// must be set with it; with `PAGEMARK_COMBINED_GIB`, it also has a huge page of 1 GiB, and with
@@ -59,17 +59,6 @@ const COUNTERS: [&str; 20] = [
     "cow_ksm",
     "htlb_buddy_alloc_success",
 ];
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
-}
 
 /// A mapping of the program, and what the trackers' reports say it contains.
 struct Area {
@@ -205,7 +194,7 @@ struct Copies {
     areas: Vec<Area>,
     memory: Memory,
     trackers: Vec<(MemoryPart, RangeSet, Box<dyn Tracker>)>,
-    random: Random,
+    random: SplitMix,
     /// Of so many reports, one is ignored, to see that it is noticed.
     ignored: Option<u64>,
     ignored_reports: u64,
@@ -215,7 +204,7 @@ struct Copies {
 }
 
 impl Copies {
-    fn new(pid: i32, areas: Vec<Area>, random: Random, ignored: Option<u64>) -> Copies {
+    fn new(pid: i32, areas: Vec<Area>, random: SplitMix, ignored: Option<u64>) -> Copies {
         let tracked = ProcessMemory {
             thread: pid,
             pagemap: Arc::new(Pagemap::of_process(pid).unwrap()),
@@ -355,7 +344,7 @@ impl Rival {
         let thread = std::thread::spawn(move || {
             let pagemap = Pagemap::of_process(pid).unwrap();
             let filter = Filter { all: LDT_DIRTY, report: LDT_DIRTY, restart: true, ..Filter::default() };
-            let mut random = Random(88_172_645_463_325_252);
+            let mut random = SplitMix(88_172_645_463_325_252);
             let mut collects = 0;
             while !watched.load(Ordering::Relaxed) {
                 std::thread::sleep(Duration::from_millis(random.below(400)));
@@ -384,7 +373,7 @@ fn run(time: Duration, ignored: Option<u64>) -> Option<String> {
     let seed = setting("PAGEMARK_COMBINED_SEED");
     let before = kernel_counters();
     let (mut program, areas) = Program::start(seed);
-    let mut copies = Copies::new(program.child.id() as i32, areas, Random(seed * 7919 + 1), ignored);
+    let mut copies = Copies::new(program.child.id() as i32, areas, SplitMix(seed * 7919 + 1), ignored);
     copies.collect();
     copies.copy_all();
     let mut rival = std::env::var_os(format!("{PROGRAM}_RIVAL")).map(|_| {
