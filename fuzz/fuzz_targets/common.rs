@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each target uses a part")]
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -110,6 +111,62 @@ pub fn sign_commit(file: &mut [u8]) {
     }
 }
 
+/// The objects of a repository of some checkpoints of as many pages: name and content, always in
+/// the same order. Packs come before index files, and these before commit records.
+pub fn checkpoints(rounds: u8, pages: u64) -> Vec<(String, Vec<u8>)> {
+    let Storage { backend, .. } = Storage::new(false);
+    create(&*backend);
+    let repository = Repository::on(backend.clone()).unwrap();
+    let mut tree = PageTree::new();
+    for round in 0..rounds {
+        let mut writer = repository.writer("fuzzing", Duration::ZERO).unwrap();
+        for page in 0..pages {
+            // One page changes in all its bytes, the other in a few: it becomes a delta.
+            let content: [u8; PAGE_SIZE] = std::array::from_fn(|at| match page % 2 {
+                0 => (at as u8 / 64).wrapping_mul(round + 1).wrapping_add(page as u8),
+                _ if at % 1024 == 0 => round,
+                // No compression shortens the others.
+                _ => ((at as u64 + page).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 29) as u8,
+            });
+            let number = PageNumber::new(page * 300);
+            let last = tree.get(number);
+            tree.set(number, writer.put_changed(last, &content).unwrap());
+        }
+        let root = tree.save(&mut writer).unwrap();
+        writer.commit(manifest(root)).unwrap();
+    }
+    let mut files = Vec::new();
+    for part in ["packs", "index", "checkpoints/job"] {
+        for entry in backend.list(part).unwrap() {
+            let name = format!("{part}/{}", entry.name);
+            let object = backend.open(&name).unwrap().unwrap();
+            let mut content = vec![0; object.bytes().unwrap() as usize];
+            object.read_at(&mut content, 0).unwrap();
+            files.push((name, content));
+        }
+    }
+    let part = |name: &str| ["packs", "index", "checkpoints"].iter().position(|part| name.starts_with(part));
+    files.sort_by_key(|(name, content)| (part(name), content.len()));
+    assert!(files.iter().any(|(_, content)| has_delta(content)), "no page is a delta");
+    files
+}
+
+/// True if one of the records of a pack is a delta.
+fn has_delta(pack: &[u8]) -> bool {
+    let mut rest = pack.get(32..).filter(|_| pack.starts_with(b"pmpack")).unwrap_or_default();
+    while let Some((header, content)) = rest.split_first_chunk::<32>() {
+        let stored = u32::from_le_bytes([header[16], header[17], header[18], header[19]]);
+        if !(1..=3).contains(&header[24]) || content.len() < stored as usize {
+            break;
+        }
+        if header[25] == 2 {
+            return true;
+        }
+        rest = &content[stored as usize..];
+    }
+    false
+}
+
 pub fn manifest(root: pagemark::ContentId) -> Manifest {
     let cost = serde_json::json!({"dirty_pages": 0, "frozen_pages": 0, "rounds": 0, "downtime_us": 0,
         "memory_downtime_us": 0, "state_downtime_us": 0, "written_bytes": 0});
@@ -132,6 +189,13 @@ pub fn use_repository(backend: &Arc<dyn Backend>, also_write: bool) {
                     for (_, id) in tree.iter().take(100) {
                         let _ = checkpoint.get_page(id, &mut page);
                     }
+                    let ids: Vec<_> = tree.iter().map(|(_, id)| id).collect();
+                    let _ = checkpoint.get_many(Kind::Page, &ids, &|pieces, content| {
+                        for piece in pieces {
+                            assert!(piece.position < ids.len() && content.get(piece.bytes.clone()).is_some());
+                        }
+                        ControlFlow::Continue(())
+                    });
                 }
                 let blob = Blob { bytes: ByteCount::of_pages(space.pages), root: space.root };
                 let _ = blob.reader(&checkpoint).map(|mut reader| std::io::Read::read(&mut reader, &mut page));
