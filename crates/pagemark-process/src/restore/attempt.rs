@@ -193,8 +193,10 @@ fn help_if_taken(reason: &str) -> Option<&'static str> {
             "Linux 5.5 and later can give a process its id at once; on an older one, restore while few processes begin",
         );
     }
-    let is_in_use = reason.contains("Can't fork for ") && reason.contains(": File exists");
-    is_in_use.then_some("restore again when the process that has the id has ended")
+    // Since Linux 6.15, the id of a process or thread is free a moment after that is no longer seen.
+    let is_in_use = reason.contains("Can't fork for ") && reason.contains(": File exists")
+        || reason.contains("Unable to create a thread: -17;");
+    is_in_use.then_some("restore again when the process or thread that has the id has ended")
 }
 
 #[cfg(test)]
@@ -209,6 +211,9 @@ mod tests {
         assert_eq!(kind("Thread pid mismatch 81/80; Restoring FAILED."), ErrorKind::PidTaken);
         assert_eq!(kind("Can't fork for 81: File exists; Restoring FAILED."), ErrorKind::PidTaken);
         assert_eq!(kind("Can't fork for 81: Cannot allocate memory"), ErrorKind::Criu);
+        let thread = |errno| format!("Unable to create a thread: {errno}; Restorer fail 81; Restoring FAILED.");
+        assert_eq!(kind(&thread(-17)), ErrorKind::PidTaken);
+        assert_eq!(kind(&thread(-22)), ErrorKind::Criu);
         assert_eq!(kind("Waited pid mismatch (pid: 5): Success"), ErrorKind::Criu);
     }
 }
