@@ -4,6 +4,7 @@
 //! programs and files are any bytes, and returns `None` for text that is not the kernel's; none of
 //! them panics.
 
+pub mod activity;
 pub mod call;
 pub mod control_groups;
 pub mod credentials;
@@ -26,6 +27,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
+pub use activity::activity;
 pub use call::{Call, wait_function};
 pub use control_groups::{ControlGroup, control_groups, own_control_groups};
 pub use credentials::Credentials;

@@ -4,15 +4,11 @@ use std::collections::HashMap;
 use std::io;
 use std::os::unix::ffi::OsStringExt;
 
-use pagemark_linux::proc::call::{kernel_functions, wait_function};
 use pagemark_linux::proc::{self, Process, Stat, Status, system, tree};
 use pagemark_linux::ptrace;
 
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::namespace_ids;
-
-/// How many of the kernel's functions an error names.
-const FUNCTIONS_SHOWN: usize = 4;
 
 /// The error of a system call that an attach needs.
 pub fn failed(operation: &'static str, pid: i32) -> impl FnOnce(io::Error) -> Error {
@@ -53,17 +49,11 @@ pub fn check_first_threads(root_pid: i32) -> Result<()> {
 
 /// Thread `tid` of process `pid` does not stop.
 pub fn does_not_stop(pid: i32, tid: i32) -> Error {
-    let state = Stat::read(tid).map_or('?', |stat| stat.state);
-    let place = wait_function(tid).map_or_else(String::new, |function| format!(" in {function}"));
-    let functions = kernel_functions(tid).into_iter().take(FUNCTIONS_SHOWN).collect::<Vec<_>>();
-    let stack = match functions.is_empty() {
-        true => String::new(),
-        false => format!(", in the kernel's functions {}", functions.join(" < ")),
-    };
+    let activity = proc::activity(tid).unwrap_or_else(|| "state ?".into());
     let tracer = Status::read(tid).map_or(0, |status| status.tracer_pid);
     let traced = if tracer == 0 { String::new() } else { format!(", traced by {}", Object::command(tracer)) };
     let limit_s = ptrace::STOP_LIMIT.as_secs();
-    let reason = format!("did not stop within {limit_s} s: it is in state {state}{place}{stack}{traced}");
+    let reason = format!("did not stop within {limit_s} s: it is in {activity}{traced}");
     Error::about(ErrorKind::DoesNotStop, Object::Thread { tid, pid }, reason)
         .help("it may wait for a disk, a file server or a child made by vfork: try again later")
 }

@@ -82,9 +82,15 @@ impl Stat {
 pub fn ticks_since_boot() -> u64 {
     // Every kernel has the clock and the number.
     let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from);
+    let ticks_per_s = ticks_per_s();
+    now.as_secs() * ticks_per_s + u64::from(now.subsec_nanos()) / (1_000_000_000 / ticks_per_s)
+}
+
+/// Clock ticks a second.
+pub fn ticks_per_s() -> u64 {
+    // Every kernel has the number.
     let ticks = sysconf(SysconfVar::CLK_TCK).ok().flatten();
-    let ticks_per_s = ticks.and_then(|ticks| u32::try_from(ticks).ok()).filter(|ticks| *ticks > 0).unwrap_or(100);
-    now.as_secs() * u64::from(ticks_per_s) + u64::from(now.subsec_nanos() / (1_000_000_000 / ticks_per_s))
+    ticks.and_then(|ticks| u64::try_from(ticks).ok()).filter(|ticks| *ticks > 0).unwrap_or(100)
 }
 
 fn end_of_command(text: &[u8]) -> Option<usize> {

@@ -197,8 +197,8 @@ pub(super) fn wait_for_end(processes: &[Process]) {
 /// The function of the kernel in which a process waits, in words.
 pub(super) fn wait_of(pid: i32) -> Option<String> {
     let stat = Stat::read(pid).ok()?;
-    let function = proc::wait_function(pid).unwrap_or_else(|| "?".into());
-    Some(format!("process {pid} ({}) is in state {} in {function}", stat.command, stat.state))
+    let activity = proc::activity(pid)?;
+    Some(format!("process {pid} ({}) is in {activity}", stat.command))
 }
 
 #[cfg(test)]
