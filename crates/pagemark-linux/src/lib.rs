@@ -41,6 +41,7 @@ pub mod ptrace;
 pub mod random;
 pub mod ranges;
 pub mod room;
+pub mod scheduling;
 pub mod scratch;
 pub mod segv;
 pub mod shared_bytes;

@@ -7,6 +7,7 @@
 pub mod activity;
 pub mod call;
 pub mod control_groups;
+pub mod core_dump_filter;
 pub mod credentials;
 pub mod descriptors;
 pub mod fields;
