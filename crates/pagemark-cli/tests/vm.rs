@@ -184,10 +184,14 @@ fn killed_at_any_instant_it_leaves_the_machine_running() {
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     let nodes = own.run("query-named-block-nodes", json!({})).as_array().map(Vec::len);
     let mut random = SplitMix(7);
+    // As a command leaves it that is killed in the microseconds in which the socket in it has a name.
+    let temporary = tempfile::tempdir().expect("a directory");
+    std::fs::create_dir(temporary.path().join("pagemark-nbd-left")).expect("it is new");
     for round in 0..40 {
         let strategy = if round % 2 == 1 && can_hold_writes() { "copy-on-write" } else { "pre-copy" };
         let every = ["--every", "1ms", "--keep-last", "3", "--strategy", strategy];
         let mut command = pagemark.command(&[&["vm", "attach"], &every[..], &[&monitor]].concat());
+        command.env("TMPDIR", temporary.path());
         let mut child =
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
         std::thread::sleep(Duration::from_millis(random.below(150 + 5 * round)));
@@ -207,7 +211,11 @@ fn killed_at_any_instant_it_leaves_the_machine_running() {
         own.run("nbd-server-start", json!({ "addr": address }));
         own.run("nbd-server-stop", json!({}));
     }
-    pagemark.done(&["vm", "checkpoint", "--job", "last", &monitor]);
+    let mut last = pagemark.command(&["vm", "checkpoint", "--job", "last", &monitor]);
+    let last = last.env("TMPDIR", temporary.path()).output().expect("it runs");
+    assert!(last.status.success(), "{}", String::from_utf8_lossy(&last.stderr));
+    let left: Vec<_> = std::fs::read_dir(temporary.path()).expect("a directory").map(Result::ok).collect();
+    assert!(left.is_empty(), "{left:?}");
     pagemark.verify(&[]);
 }
 

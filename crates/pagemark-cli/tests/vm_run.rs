@@ -5,7 +5,7 @@ mod screen;
 mod support;
 
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
@@ -134,12 +134,22 @@ fn a_machine_whose_pagemark_is_killed_is_attached_to_by_its_socket() {
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     wait_for("the machine to run", || own.is_running().then_some(()));
     paths.wait_for_steps(2);
-    let socket = monitor(&pagemark).display().to_string();
-    let taken = pagemark.json(&["vm", "checkpoint", "--json", &socket]);
-    assert_eq!(taken["job"], "box");
+    let socket = monitor(&pagemark);
+    let checkpoint = |socket: &Path| {
+        let mut command = pagemark.command(&["vm", "checkpoint", "--json", &socket.display().to_string()]);
+        let output = command.env("TMPDIR", pagemark.directory()).stdin(Stdio::null()).output().expect("it runs");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).expect("JSON")
+    };
+    assert_eq!(checkpoint(&socket)["job"], "box");
+    assert_eq!(checkpoint(&socket)["job"], "box", "the first one has left the socket");
     kill_and_wait(qemu);
+    assert!(socket.exists());
     let restored = pagemark.json(&["restore", "--detach", "--json", "box"]);
     paths.wait_for_steps(5);
+    // Nobody can use the socket any more.
+    checkpoint(&paths.join("test.qmp"));
+    assert!(!socket.parent().expect("a directory").exists());
     kill_and_wait(restored["pid"].as_i64().expect("a process id") as i32);
 }
 

@@ -43,6 +43,7 @@ pub mod ranges;
 pub mod room;
 pub mod scheduling;
 pub mod scratch;
+pub mod scratch_directory;
 pub mod segv;
 pub mod shared_bytes;
 pub mod signals;

@@ -42,7 +42,6 @@ pub mod fuzzing;
 mod refusal;
 pub mod restore;
 pub mod saver;
-pub mod scratch;
 pub mod spawn;
 pub mod target;
 pub mod terminal;

@@ -42,11 +42,11 @@ use std::time::Duration;
 use pagemark::repository::{Checkpoint, Manifest};
 use pagemark::restore::{Gated, Opened, Prepared as _};
 use pagemark::{ByteCount, Store};
+use pagemark_linux::scratch_directory::{self, Purpose, ScratchDirectory};
 use pagemark_trace::error::{Error, ErrorKind, Object};
 
 use crate::criu::Criu;
 use crate::files::{PutBack, UnusualFile, asides};
-use crate::scratch::{self, ScratchDirectory};
 use delivery::Delivery;
 
 pub use crate::container::network::Network;
@@ -381,8 +381,8 @@ impl<'a> Restore<'a> {
         options.check_machine(&delivery).map_err(RestoreFailure::at(Stage::Check))?;
         let criu = self.criu.clone().map_or_else(Criu::find, Ok).map_err(RestoreFailure::at(Stage::FindCriu))?;
         // Images that a restore that was killed has left there hold secrets and take up room.
-        scratch::sweep(parent);
-        let images = ScratchDirectory::new_in(parent)
+        scratch_directory::sweep(parent);
+        let images = ScratchDirectory::new_in(parent, Purpose::State)
             .map_err(|source| Error::of(ErrorKind::System, "make a directory in", Object::File(parent.clone()), source))
             .map_err(RestoreFailure::at(Stage::Scratch))?;
         let prepared = images::write_state(manifest, *store, images.path());

@@ -18,6 +18,7 @@ use pagemark::target::{
 };
 use pagemark::{AddressRangeExt, Mechanism, PAGE_SIZE, Range, RangeSet, Store};
 use pagemark_linux::proc::{self, Process, Status};
+use pagemark_linux::scratch_directory;
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 use pagemark_trace::freezer;
 use pagemark_trace::inject::memory_copy::MemoryCopy;
@@ -30,7 +31,6 @@ use crate::files::{
     record_trees, record_users, with_closed,
 };
 use crate::saver::{FreezeStage, FrozenState, ResumedTree, SavedState, StateSaver};
-use crate::scratch;
 use crate::tree::{FrozenMapping, FrozenObject, FrozenProcess, ProcessTree, recorded_id};
 
 use freeze_costs::FreezeCosts;
@@ -70,7 +70,7 @@ impl ProcessTarget {
         let tree = ProcessTree::attach(root, mechanism)?;
         let command = proc::command_line(root.pid).map_or_else(|_| Vec::new(), |line| vec![line]);
         // Images that a killed process has left there hold secrets and take up memory.
-        scratch::sweep(&scratch::parent());
+        scratch_directory::sweep(&scratch_directory::parent_in_memory());
         Ok(ProcessTarget {
             tree,
             saver,

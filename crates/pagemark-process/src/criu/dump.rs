@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use pagemark::{PAGE_SIZE, RangeSet};
 use pagemark_linux::proc::{Process, tree};
+use pagemark_linux::scratch_directory;
 use pagemark_trace::cgroups::{self, Cgroups};
 use pagemark_trace::error::Error;
 #[cfg(doc)]
@@ -57,7 +58,6 @@ use super::watch::{Watch, tracer};
 use super::withhold::{WithheldMemory, Withholding};
 use super::{Criu, dump_arguments, errors_in_log, images, limits, outside_sockets};
 use crate::refusal::{EXECUTES, NEW_FILTER};
-use crate::scratch;
 use crate::spawn::outlive_requests_to_end;
 
 /// CRIU's log in the images directory.
@@ -114,7 +114,7 @@ impl Channels {
         let (socket, page_server) = UnixStream::pair().map_err(for_criu("make a socket pair"))?;
         let pipe = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC);
         let (status, status_of_criu) = pipe.map_err(|error| for_criu("make a pipe")(error.into()))?;
-        let images = scratch::hold(directory).map_err(for_criu(&format!("hold {}", directory.display())))?;
+        let images = scratch_directory::hold(directory).map_err(for_criu(&format!("hold {}", directory.display())))?;
         Ok(Channels { socket, page_server, status, status_of_criu, images: images.into() })
     }
 

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use pagemark::repository::{Manifest, TargetKind};
 use pagemark::{ByteCount, PageRangeExt, Store};
 use pagemark_linux::proc::{self, Stat};
+use pagemark_linux::scratch_directory::ScratchDirectory;
 use pagemark_trace::error::{Error, ErrorKind, Object};
 
 use super::image_files::{ImageMemory, Progress, write_pages, write_states};
@@ -25,7 +26,6 @@ use crate::criu::images::schema::PstreeEntry;
 use crate::criu::notes::Notes;
 use crate::criu::regular_files::has_image;
 use crate::criu::stdio::{self, Own};
-use crate::scratch::ScratchDirectory;
 
 /// The file in the images directory into which CRIU writes the id of the root process.
 const ROOT_PID: &str = "root.pid";
@@ -402,6 +402,7 @@ mod tests {
 
     use nix::sys::signal::{Signal, kill};
     use nix::unistd::Pid;
+    use pagemark_linux::scratch_directory::Purpose;
 
     use super::super::image_files::create;
     use super::*;
@@ -410,7 +411,7 @@ mod tests {
     fn images_of_a_tree_with_users_of_its_own_are_readable_below_a_private_directory() {
         for has_own_users in [true, false] {
             let parent = tempfile::tempdir().unwrap();
-            let scratch = ScratchDirectory::new_in(parent.path()).unwrap();
+            let scratch = ScratchDirectory::new_in(parent.path(), Purpose::State).unwrap();
             let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
             create(&scratch.path().join("pages-1.img")).unwrap();
             if has_own_users {

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
+use pagemark_linux::scratch_directory;
 use pagemark_trace::error::Error;
 
 use super::attempt::{LOG, StartedCriu};
@@ -17,7 +18,6 @@ use super::running::{Begun, Running, own_children};
 use crate::container::{OwnMounts, network};
 use crate::criu::stdio::{self, Own};
 use crate::criu::{Criu, own_network};
-use crate::scratch;
 use crate::terminal::Terminal;
 
 /// Descriptors that are handed over get numbers from here on, so that they are clear of CRIU's own.
@@ -49,7 +49,7 @@ impl<'a> Launch<'a> {
         streams: [OwnedFd; 3],
     ) -> Result<Launch<'a>, Error> {
         let scratch = prepared.scratch.as_ref().unwrap_or(&prepared.directory);
-        let held = scratch::hold(scratch).map_err(io(format!("hold {}", scratch.display())))?;
+        let held = scratch_directory::hold(scratch).map_err(io(format!("hold {}", scratch.display())))?;
         let mut command = criu.command("restore", &prepared.directory, LOG);
         command.arg("--restore-detached").args(restore_flags(&prepared.notes));
         if options.as_child {

@@ -11,6 +11,7 @@ use nix::unistd::Pid;
 use pagemark::repository::Manifest;
 use pagemark::restore::{Gated, Opened, Prepared, Running};
 use pagemark::{ByteCount, Store};
+use pagemark_linux::scratch_directory::ScratchDirectory;
 use pagemark_trace::error::{Error, Object};
 
 use super::delivery::{Delivery, Refusal, WaitingTree, make_staged};
@@ -20,7 +21,6 @@ use super::{Restore, RestoreFailure, Stage, lazy, retried, root};
 use crate::criu::Criu;
 use crate::criu::regular_files::has_own_mounts;
 use crate::files::{ChangedFiles, FileAction, PutBack, put_back_for, read_users};
-use crate::scratch::ScratchDirectory;
 
 /// A restore of processes that can begin. Nothing was touched.
 #[must_use = "nothing is restored until the processes are made and opened"]

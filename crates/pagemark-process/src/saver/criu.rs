@@ -13,6 +13,7 @@ use pagemark::repository::StateRecord;
 use pagemark::target::VisitPage;
 use pagemark::{PageNumber, PageRange, Store};
 use pagemark_linux::proc::Process;
+use pagemark_linux::scratch_directory::{Purpose, ScratchDirectory, parent_in_memory};
 use pagemark_trace::attach;
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 use pagemark_trace::inject::memory_copy::MemoryCopy;
@@ -26,7 +27,6 @@ use crate::criu::images::PageRun;
 use crate::criu::{self, Criu, Dump, DumpOptions, ProcessImage};
 use crate::refusal;
 use crate::restore::tcp_connections;
-use crate::scratch::{self, ScratchDirectory};
 
 /// The longest time without a call of `meanwhile`.
 const FREEZE_POLL: Duration = Duration::from_millis(16);
@@ -243,8 +243,8 @@ fn refused(root_pid: i32, source: Error) -> Error {
 /// Makes a directory for CRIU's images, its owner's alone. It lies in memory, because the images
 /// are written while the tree is frozen, and hold secrets of the tree.
 fn images_directory() -> Result<ScratchDirectory> {
-    let directory = scratch::parent();
-    ScratchDirectory::new_in(&directory)
+    let directory = parent_in_memory();
+    ScratchDirectory::new_in(&directory, Purpose::State)
         .map_err(Error::system("cannot make a directory for the state in", Object::File(directory.clone())))
 }
 

@@ -15,6 +15,7 @@ use std::path::PathBuf;
 
 use pagemark::target::{SpaceId, VisitPage};
 use pagemark::{Address, ByteCount, PAGE_SIZE, PageNumber, RangeSet};
+use pagemark_linux::scratch_directory::{Purpose, ScratchDirectory};
 use serde_json::json;
 
 use crate::checkpoint::changes::{Changes, Undo};
@@ -25,7 +26,6 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::qemu::command::Command;
 use crate::qemu::drive::Drive;
 use crate::qemu::machine::Machine;
-use crate::qemu::user_files::private_directory;
 
 /// Bytes that one bit of a dirty bitmap stands for, up to [`LARGE_DISK`] and above.
 const GRANULARITY_BYTES: u64 = 4096;
@@ -96,7 +96,7 @@ impl Connections {
     /// As many connections to a socket as there are disks.
     pub(crate) fn new(count: usize) -> Result<Connections> {
         let failed = || Error::system("make a socket for the disks");
-        let directory = private_directory("pagemark-disks-").map_err(failed())?;
+        let directory = ScratchDirectory::new_in(&std::env::temp_dir(), Purpose::Disks).map_err(failed())?;
         let path = directory.path().join("disks");
         let listener = UnixListener::bind(&path).map_err(failed())?;
         let streams: io::Result<_> = (0..count).map(|_| UnixStream::connect(&path)).collect();

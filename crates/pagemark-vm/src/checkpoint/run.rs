@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
 use pagemark::Mechanism;
 use pagemark_kvm_log::protocol::RINGS;
-use tempfile::TempDir;
+use pagemark_linux::scratch_directory::{self, Purpose, ScratchDirectory, hold};
 
 use crate::checkpoint::target::VmTarget;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::memory::write_watch::Activation;
 use crate::memory::{kvm_log, preloaded};
 use crate::qemu::command_line::{is_daemon, listening_monitor};
-use crate::qemu::user_files::private_directory;
 
 /// How long QEMU may take until it listens on the socket.
 const LISTEN_LIMIT: Duration = Duration::from_secs(10);
@@ -26,7 +26,8 @@ const LISTEN_POLL: Duration = Duration::from_millis(2);
 /// A QEMU that was started by its user's command line. It is a child of this process, in the same
 /// session and process group, with the same standard streams, as if a shell had started it.
 /// Pagemark adds a monitor socket (QMP) to the command line, in a directory that only this user can
-/// enter. Dropped, or if this process dies, QEMU keeps running, and the socket stays.
+/// enter. Dropped, or if this process dies, QEMU keeps running, and the socket stays. A later
+/// command removes it once QEMU has ended.
 ///
 /// ```no_run
 /// use std::ffi::OsString;
@@ -46,7 +47,7 @@ const LISTEN_POLL: Duration = Duration::from_millis(2);
 pub struct OwnQemu {
     child: Child,
     /// The directory of the socket. None once QEMU has ended.
-    directory: Option<TempDir>,
+    directory: Option<ScratchDirectory>,
     monitor: PathBuf,
 }
 
@@ -77,8 +78,13 @@ impl OwnQemu {
             let error = Error::of(ErrorKind::Unsupported, "run QEMU", Object::None, reason);
             return Err(error.help("leave -daemonize out, or use `pagemark vm attach` with a QEMU that runs"));
         }
-        let directory = private_directory("pagemark-vm-");
+        let parent = std::env::temp_dir();
+        // Those of machines that outlived their commands, and have ended.
+        scratch_directory::sweep(&parent);
+        let directory = ScratchDirectory::new_in(&parent, Purpose::Machine);
         let directory = directory.map_err(Error::system("make a directory for a monitor socket"))?;
+        // QEMU holds it, too: the machine may outlive this process, and is reached by the socket then.
+        let held = hold(directory.path()).map_err(Error::system("hold the directory of a monitor socket"))?;
         let monitor = directory.path().join(format!("{label}.qmp"));
         let path = monitor.to_str().ok_or_else(|| {
             let reason = "has a name that is no text: TMPDIR names another directory";
@@ -94,9 +100,13 @@ impl OwnQemu {
         };
         let mut command = Command::new(program);
         command.env_remove(RINGS).envs(variables).args(arguments).args(listening_monitor(path));
-        // SAFETY: between fork and exec this calls sigprocmask alone, which is async-signal-safe.
+        let inherit = move || {
+            fcntl(&held, FcntlArg::F_SETFD(FdFlag::empty()))?;
+            Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&signal_mask), None)?)
+        };
+        // SAFETY: between fork and exec this calls fcntl and sigprocmask alone, which are async-signal-safe.
         unsafe {
-            command.pre_exec(move || Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&signal_mask), None)?));
+            command.pre_exec(inherit);
         }
         let child = command.spawn().map_err(|error| {
             let is_missing = error.kind() == io::ErrorKind::NotFound;
@@ -164,10 +174,7 @@ impl OwnQemu {
     /// [`ErrorKind::System`]
     pub fn wait(mut self) -> Result<ExitStatus> {
         let status = self.child.wait().map_err(Error::system("wait for QEMU"));
-        if let Some(directory) = self.directory.take() {
-            // A directory that cannot be removed does no harm.
-            let _ = directory.close();
-        }
+        self.directory = None;
         status
     }
 }
@@ -182,7 +189,7 @@ impl Drop for OwnQemu {
     fn drop(&mut self) {
         if let Some(directory) = self.directory.take() {
             // QEMU still listens there.
-            let _ = directory.keep();
+            directory.leave_to_holders();
         }
     }
 }

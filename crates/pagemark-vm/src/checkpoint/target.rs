@@ -14,6 +14,7 @@ use pagemark::target::{
 use pagemark::{Address, Mechanism, PageNumber, Range, RangeSet, Store};
 use pagemark_kvm_log::kernel::Keeping;
 use pagemark_linux::proc::{Mapping, Process, maps};
+use pagemark_linux::scratch_directory;
 use pagemark_trace::space::{AddressSpace, Moment, SharedScope};
 use serde_json::Value;
 
@@ -147,6 +148,8 @@ impl VmTarget {
     fn attach_with(path: &Path, mechanism: Mechanism, holding: Option<Activation>) -> Result<VmTarget> {
         let mut machine = Machine::connect(path)?;
         let is_running = machine.check()?;
+        // What commands that were killed have left there.
+        scratch_directory::sweep(&std::env::temp_dir());
         let label = match machine.name()? {
             Some(name) => name,
             None => path.file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned()),

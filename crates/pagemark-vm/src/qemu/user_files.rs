@@ -125,11 +125,6 @@ impl MadeFile {
     }
 }
 
-/// A temporary directory that only this process's user can enter, whatever its mask is.
-pub(crate) fn private_directory(prefix: &str) -> io::Result<tempfile::TempDir> {
-    tempfile::Builder::new().prefix(prefix).permissions(Permissions::from_mode(0o700)).tempdir()
-}
-
 /// True if something has the path, as far as `owner` can see.
 pub(crate) fn exists(owner: Option<&Owner>, path: &Path) -> bool {
     let found = act_as(owner, || open_place(path, OFlag::empty()));
@@ -349,7 +344,7 @@ mod tests {
             pagemark_testing::skip!("only root acts for others");
         }
         let (owner, directory) = of_user();
-        let of_root = private_directory("pagemark-test-").unwrap();
+        let of_root = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         symlink(of_root.path(), path("link")).unwrap();
         let error = UserDirectory::open(Some(&owner), &path("link"))

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagemark::{ByteCount, ContentId, PAGE_SIZE, PageNumber, PageTree, Store};
+use pagemark_linux::scratch_directory::{self, Purpose, ScratchDirectory};
 
 use crate::checkpoint::nbd::{
     ACKNOWLEDGED, DISCONNECT, FLUSH, GO, INFORMATION, OPTION_ERROR, OPTION_MAGIC, OPTION_REPLY_MAGIC, READ,
@@ -16,7 +17,6 @@ use crate::checkpoint::nbd::{
 };
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::qemu::drive::{DiskImage, names_file, with_served_file};
-use crate::qemu::user_files::private_directory;
 use crate::restore::images::SavedDisk;
 
 /// The name of the export.
@@ -70,7 +70,10 @@ impl ServedDisk {
     /// Serves a disk of a checkpoint whose content is in `store`.
     pub fn start(disk: &SavedDisk<'_>, store: impl Store + Send + 'static) -> Result<ServedDisk> {
         let failed = || Error::system("make a socket for a disk");
-        let directory = private_directory("pagemark-disk-").map_err(failed())?;
+        let parent = std::env::temp_dir();
+        // What a process that was killed has left there.
+        scratch_directory::sweep(&parent);
+        let directory = ScratchDirectory::new_in(&parent, Purpose::Disks).map_err(failed())?;
         let socket = directory.path().join(EXPORT);
         let listener = UnixListener::bind(&socket).map_err(failed())?;
         let tree = PageTree::load(disk.root, &store)?;
