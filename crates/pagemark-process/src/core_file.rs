@@ -11,6 +11,7 @@ use object::elf::{
 use pagemark::repository::{Manifest, MappingRecord, SpaceRecord, StateRecord, TargetKind};
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageRangeExt, PageTree, Range, Store};
 use pagemark_linux::elf::{self, CoreSegment};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 use pagemark_trace::freezer;
 use prost::Message;
@@ -147,7 +148,7 @@ impl CoreProcess {
         if threads.is_empty() {
             return Err(damaged(format!("process {pid} has no thread")));
         }
-        let auxv_name = auxiliary_vector_name(pid);
+        let auxv_name = auxiliary_vector_name(RecordedPid::new(pid));
         let auxv = if manifest.state.iter().any(|record| record.name == auxv_name) {
             read_file(manifest, store, &auxv_name)?
         } else {

@@ -47,4 +47,4 @@ pub mod target;
 pub mod terminal;
 mod tree;
 
-pub use pagemark_trace::{Error, ErrorKind, Object, Result, attach};
+pub use pagemark_trace::{Error, ErrorKind, Object, RecordedPid, Result, attach};

@@ -17,6 +17,7 @@ use pagemark::repository::StateRecord;
 use pagemark::target::VisitPage;
 use pagemark::{PageRange, Store};
 use pagemark_linux::proc::Process;
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind, Object, Result, Source};
 use pagemark_trace::inject::memory_copy::MemoryCopy;
 use pagemark_trace::objects::ObjectId;
@@ -111,7 +112,7 @@ pub struct ResumedTree {
 pub trait SavedState {
     /// The page numbers of a process's private pages that held data in the freeze, in ascending
     /// order. None if nothing is known.
-    fn held_pages(&self, pid: i32) -> Option<Vec<PageRange>>;
+    fn held_pages(&self, pid: RecordedPid) -> Option<Vec<PageRange>>;
 
     /// The objects of shared memory whose content is not in the state, of those that it was not to
     /// have. None if it has no shared memory at all.
@@ -121,7 +122,7 @@ pub trait SavedState {
     ///
     /// # Errors
     /// The saved state could not be read, or what `visit` returns.
-    fn saved_pages(&self, pid: i32, visit: VisitPage<'_>) -> Result<(), pagemark::Error>;
+    fn saved_pages(&self, pid: RecordedPid, visit: VisitPage<'_>) -> Result<(), pagemark::Error>;
 
     /// Stores the state. `history` has that of the last checkpoint.
     ///

@@ -19,6 +19,7 @@ use pagemark::target::{
 use pagemark::{AddressRangeExt, Mechanism, PAGE_SIZE, Range, RangeSet, Store};
 use pagemark_linux::proc::{self, Process, Status};
 use pagemark_linux::scratch_directory;
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 use pagemark_trace::freezer;
 use pagemark_trace::inject::memory_copy::MemoryCopy;
@@ -398,7 +399,8 @@ impl<'target> Frozen for FrozenTree<'target> {
     fn thaw(self) -> Result<CapturedTree<'target>> {
         let FrozenTree { target, state, machines, copies } = self;
         let is_restorable = target.saver.is_restorable();
-        let processes = target.tree.describe(if is_restorable { AddressSpace::image_pid } else { AddressSpace::pid });
+        let pid_here: fn(&AddressSpace) -> RecordedPid = |space| RecordedPid::new(space.pid());
+        let processes = target.tree.describe(if is_restorable { AddressSpace::image_pid } else { pid_here });
         let mut objects = target.tree.describe_objects();
         let members = FrozenMembers::now(processes.iter().map(|process| process.pid).collect());
         // Files are copied while the tree is frozen, but whatever fails there, the tree resumes first.
@@ -470,9 +472,9 @@ impl Captured for CapturedTree<'_> {
         let processes = self.processes.iter();
         let spaces = processes.map(|process| CapturedSpace {
             space: process.space,
-            id: SpaceId::try_from(process.recorded_pid).unwrap_or_default(),
+            id: SpaceId::try_from(process.recorded_pid.get()).unwrap_or_default(),
             label: process.name.clone(),
-            kind: SpaceKind::Process { pid: process.recorded_pid },
+            kind: SpaceKind::Process { pid: process.recorded_pid.get() },
             mappings: process.mappings.iter().map(record).collect(),
             held_pages: self.state.held_pages(process.recorded_pid),
         });

@@ -8,6 +8,7 @@ use pagemark::target::SpaceId;
 use pagemark::track::ProcessTracking;
 use pagemark::{Mechanism, Range, RangeSet};
 use pagemark_linux::proc::{self, Mapping, MappingKind, Process, Stat};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::attach;
 use pagemark_trace::error::{Error, Result};
 use pagemark_trace::freezer;
@@ -51,7 +52,7 @@ pub(crate) struct FrozenProcess {
     pub(crate) space: SpaceId,
     pub(crate) pid: i32,
     /// Its id in the saved state.
-    pub(crate) recorded_pid: i32,
+    pub(crate) recorded_pid: RecordedPid,
     pub(crate) name: String,
     pub(crate) mappings: Vec<FrozenMapping>,
 }
@@ -274,7 +275,7 @@ impl ProcessTree {
     }
 
     /// The processes as they are in the freeze, with the ids that the saved state has for them.
-    pub(crate) fn describe(&self, recorded_pid: fn(&AddressSpace) -> i32) -> Vec<FrozenProcess> {
+    pub(crate) fn describe(&self, recorded_pid: fn(&AddressSpace) -> RecordedPid) -> Vec<FrozenProcess> {
         let mappings = |space: &AddressSpace| {
             let mappings = space.mappings().iter();
             mappings.map(|mapping| self.describe_mapping(space, mapping)).collect()

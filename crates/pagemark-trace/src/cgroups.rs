@@ -4,7 +4,7 @@
 //! properties of all groups while the tree is frozen, which makes the freeze of a small process
 //! four times as long. By default Pagemark therefore records only in which groups the threads are.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -13,6 +13,8 @@ use std::str::FromStr;
 
 use pagemark_linux::proc::{self, ControlGroup, Mount};
 use serde::{Deserialize, Serialize};
+
+use crate::recorded_pid::{PidsHere, RecordedPid};
 
 /// What becomes of the control groups of a tree.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -95,21 +97,21 @@ impl fmt::Display for Group {
 
 /// The groups of each process, and of each thread whose groups are not those of its process, by the
 /// ids that CRIU's images have.
-pub type Memberships = BTreeMap<i32, Vec<Group>>;
+pub type Memberships = BTreeMap<RecordedPid, Vec<Group>>;
 
-/// Reads the groups of the threads of processes. A process that is gone has none. `image_id` gives
-/// the id that the images have for a process or thread.
-pub fn memberships(pids: &[i32], image_id: fn(i32) -> i32) -> Memberships {
+/// Reads the groups of the threads of processes. A process that is gone has none. `image_pid`
+/// gives the id that the images have for a process or thread.
+pub fn memberships(pids: &[i32], image_pid: fn(i32) -> RecordedPid) -> Memberships {
     let mut memberships = Memberships::new();
     for &pid in pids {
         let of_process = groups(pid);
         for thread in proc::threads(pid).unwrap_or_default() {
             let of_thread = groups(thread);
             if thread != pid && !of_thread.is_empty() && of_thread != of_process {
-                memberships.insert(image_id(thread), of_thread);
+                memberships.insert(image_pid(thread), of_thread);
             }
         }
-        memberships.insert(image_id(pid), of_process);
+        memberships.insert(image_pid(pid), of_process);
     }
     memberships
 }
@@ -122,7 +124,8 @@ fn groups(id: i32) -> Vec<Group> {
 /// A group that a process could not be put into.
 #[derive(Debug)]
 pub struct NotJoined {
-    /// The process or thread.
+    /// The process or thread, by its id here. Before a container is there, its first process by the
+    /// recorded id.
     pub id: i32,
     /// The group.
     pub group: Group,
@@ -143,7 +146,7 @@ pub struct Joining {
     /// The groups of what is restored before it joins others.
     own: Vec<Group>,
     /// Once its groups were opened.
-    root_pid: Option<i32>,
+    root_pid: Option<RecordedPid>,
     not_joined: Vec<NotJoined>,
 }
 
@@ -169,7 +172,7 @@ impl Joining {
     /// Opens the files through which the restoring program joins the groups of the root process, by
     /// writing `0` to each. Everything that it restores then begins there, and the memory of the
     /// tree is charged to these groups.
-    pub fn open_groups_of(&mut self, root_pid: i32) -> Vec<File> {
+    pub fn open_groups_of(&mut self, root_pid: RecordedPid) -> Vec<File> {
         let groups = self.memberships.remove(&root_pid).unwrap_or_default();
         let mut files = Vec::new();
         for group in &groups {
@@ -178,7 +181,7 @@ impl Joining {
             }
             match self.open(group, Unit::Process) {
                 Ok(file) => files.push(file),
-                Err(error) => self.not_joined.push(NotJoined { id: root_pid, group: group.clone(), error }),
+                Err(error) => self.not_joined.push(NotJoined { id: root_pid.get(), group: group.clone(), error }),
             }
         }
         // What the others inherit.
@@ -190,11 +193,10 @@ impl Joining {
     }
 
     /// Puts the restored processes and threads into their groups where these are not the groups of
-    /// the root process. `ids` has the ids of those whose ids are others here than in the images.
-    /// Returns the groups that were not joined.
-    pub fn join_others(mut self, ids: &HashMap<i32, i32>) -> Vec<NotJoined> {
-        let id_here = |id: i32| ids.get(&id).copied().unwrap_or(id);
-        if let Some(root_pid) = self.root_pid.map(id_here) {
+    /// the root process. One that a container has no more is in no group. Returns the groups that
+    /// were not joined.
+    pub fn join_others(mut self, here: &PidsHere) -> Vec<NotJoined> {
+        if let Some(root_pid) = self.root_pid.and_then(|root_pid| here.get(root_pid)) {
             let now = groups(root_pid);
             for group in self.own.iter().filter(|&group| !now.contains(group)) {
                 if self.not_joined.iter().all(|not_joined| not_joined.group != *group) {
@@ -204,7 +206,7 @@ impl Joining {
             }
         }
         for (id, groups) in std::mem::take(&mut self.memberships) {
-            let id = id_here(id);
+            let Some(id) = here.get(id) else { continue };
             let unit = if proc::Status::read(id).is_ok_and(|status| status.process_id == id) {
                 Unit::Process
             } else {
@@ -296,8 +298,6 @@ impl Hierarchy {
 
 #[cfg(test)]
 mod tests {
-    use std::convert::identity;
-
     use super::*;
 
     #[test]
@@ -336,10 +336,28 @@ mod tests {
     #[test]
     fn this_process_is_in_its_groups() {
         let own = std::process::id() as i32;
-        let mut joining = Joining::new(memberships(&[own], identity));
+        let mut joining = Joining::new(memberships(&[own], RecordedPid::new));
         // It is in all of them, so nothing is to be joined.
-        assert!(joining.open_groups_of(own).is_empty());
-        assert!(joining.join_others(&HashMap::new()).is_empty());
+        assert!(joining.open_groups_of(RecordedPid::new(own)).is_empty());
+        assert!(joining.join_others(&PidsHere::as_recorded()).is_empty());
+    }
+
+    #[test]
+    fn a_process_that_has_ended_is_not_taken_for_another() {
+        let (directory, own) = (tempfile::tempdir().unwrap(), std::process::id() as i32);
+        let members = directory.path().join("cgroup.procs");
+        std::fs::write(&members, "").unwrap();
+        let group = Group { hierarchy: String::new(), path: "/".into() };
+        let hierarchy =
+            Hierarchy { controllers: controllers(""), root: "/".into(), directory: directory.path().into() };
+        let joining = Joining::new(Memberships::from([(RecordedPid::new(own), vec![group])]));
+        let joining = Joining { hierarchies: vec![hierarchy], own: Vec::new(), ..joining };
+        // In the container the id was that of a process that has ended since.
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        let not_joined = joining.join_others(&PidsHere::of_container(ended.id() as i32));
+        assert!(not_joined.is_empty(), "{not_joined:?}");
+        assert_eq!(std::fs::read_to_string(&members).unwrap(), "");
     }
 
     #[test]

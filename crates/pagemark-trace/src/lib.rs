@@ -16,6 +16,8 @@ pub mod namespace_ids;
 pub mod objects;
 pub mod parked;
 pub mod preload;
+pub mod recorded_pid;
 pub mod space;
 
 pub use error::{Error, ErrorKind, Object, Result};
+pub use recorded_pid::{PidsHere, RecordedPid};

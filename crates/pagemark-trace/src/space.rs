@@ -19,9 +19,9 @@ use crate::attach;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::freezer;
 use crate::inject;
-use crate::namespace_ids::image_id;
 use crate::objects::{ObjectId, ObjectMapping, ObjectWrites, TrackedPart, Written};
 use crate::parked::{self, ParkedProcesses};
+use crate::recorded_pid::RecordedPid;
 
 mod absent;
 mod moment;
@@ -38,7 +38,7 @@ use untracked::UntrackedMappings;
 pub struct AddressSpace {
     process: Process,
     /// Its id in CRIU's images.
-    image_pid: i32,
+    image_pid: RecordedPid,
     /// A running thread, by which the memory is reached.
     thread: i32,
     mechanism: Mechanism,
@@ -223,7 +223,7 @@ impl AddressSpace {
         let shared = tracker(MemoryPart::SharedFile)?;
         let space = AddressSpace {
             process,
-            image_pid: image_id(process.pid),
+            image_pid: RecordedPid::in_images(process.pid),
             thread: opened.thread,
             mechanism,
             pagemap: opened.pagemap,
@@ -258,7 +258,7 @@ impl AddressSpace {
     }
 
     /// The process id in its own namespace of process ids, which CRIU's images have.
-    pub fn image_pid(&self) -> i32 {
+    pub fn image_pid(&self) -> RecordedPid {
         self.image_pid
     }
 

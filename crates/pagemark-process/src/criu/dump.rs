@@ -27,13 +27,13 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use pagemark::{PAGE_SIZE, RangeSet};
 use pagemark_linux::proc::{Process, tree};
 use pagemark_linux::scratch_directory;
+use pagemark_trace::RecordedPid;
 use pagemark_trace::cgroups::{self, Cgroups};
 use pagemark_trace::error::Error;
 #[cfg(doc)]
 use pagemark_trace::error::ErrorKind;
 #[cfg(doc)]
 use pagemark_trace::inject::memory_copy::MemoryCopy;
-use pagemark_trace::namespace_ids;
 use pagemark_trace::objects::ObjectId;
 use pagemark_trace::parked;
 
@@ -78,7 +78,7 @@ const FORCE_CLOSE: u32 = 0x1024;
 
 /// By process: its id in the images, and the pages of its private mappings that held data in the
 /// freeze.
-pub type Populated = HashMap<i32, (i32, RangeSet)>;
+pub type Populated = HashMap<i32, (RecordedPid, RangeSet)>;
 
 /// When what happened.
 #[derive(Clone, Copy, Debug)]
@@ -376,15 +376,14 @@ impl Dump {
         // Only the ids of a container are others in the images.
         let pid = self.pid;
         let pids = LazyCell::new(|| members(pid));
-        let image_id =
-            if self.notes.first_process.is_some() { namespace_ids::image_id } else { std::convert::identity };
+        let image_pid = if self.notes.first_process.is_some() { RecordedPid::in_images } else { RecordedPid::new };
         if self.notes.cgroups == Cgroups::Restore {
-            self.notes.memberships = cgroups::memberships(&pids, image_id);
+            self.notes.memberships = cgroups::memberships(&pids, image_pid);
         }
         if self.machines.as_ref().is_some_and(Machines::are_there) {
             let in_machine = |&pid: &i32| {
                 let program_entry = parked::program_entry(pid)?.get();
-                Some(InMachine { pid: image_id(pid), program_entry })
+                Some(InMachine { pid: image_pid(pid), program_entry })
             };
             self.notes.in_machines = pids.iter().filter_map(in_machine).collect();
         }
@@ -392,7 +391,7 @@ impl Dump {
         let born: Vec<i32> = pids.iter().copied().filter(|pid| !self.tree.contains(pid)).collect();
         self.notes.working_directories.extend(working_directories(&born));
         if self.submission.has_segments {
-            self.notes.segments = sysv_memory::find(&pids, image_id)?;
+            self.notes.segments = sysv_memory::find(&pids, image_pid)?;
         }
         self.notes.semaphores = sysv_semaphores::find(pid, || &pids)?;
         self.notes.owners = owners::find(&pids);
@@ -442,8 +441,8 @@ impl Dump {
         let populated = populated();
         add_withheld(&self.directory, &withheld.ranges, &populated)?;
         lengthen(&self.directory, &withheld.shortened, &populated)?;
-        let host_id = |image_pid| Some(*populated.iter().find(|(_, (pid, _))| *pid == image_pid)?.0);
-        self.interrupted.repair_images(&self.directory, host_id)?;
+        let pid_here = |image_pid| Some(*populated.iter().find(|(_, (pid, _))| *pid == image_pid)?.0);
+        self.interrupted.repair_images(&self.directory, pid_here)?;
         let WithheldMemory { listed_mappings, objects: withheld_objects, .. } = withheld;
         Ok(SavedState { listed_mappings, withheld_objects, ..SavedState::read(&self.directory)? })
     }
@@ -556,7 +555,7 @@ fn lengthen(
     Ok(())
 }
 
-fn tracked(populated: &Populated, pid: i32) -> Result<&(i32, RangeSet), Error> {
+fn tracked(populated: &Populated, pid: i32) -> Result<&(RecordedPid, RangeSet), Error> {
     populated.get(&pid).ok_or_else(|| {
         let reason = format!("it saved process {pid}, whose memory was not tracked");
         Error::criu_failed("leave the memory to Pagemark", reason)
@@ -617,7 +616,7 @@ pub struct SavedState {
 #[derive(Debug)]
 pub struct ProcessImage {
     /// The process.
-    pub pid: i32,
+    pub pid: RecordedPid,
     /// Its pages that hold something, in ascending order. The content of those which are not
     /// present is Pagemark's to keep.
     pub runs: Vec<PageRun>,
@@ -641,7 +640,7 @@ impl SavedState {
             let pagemap = Pagemap::read(&path)?;
             let pages_path = directory.join(format!("pages-{}.img", pagemap.pages_id));
             pages_of_processes.push(pages_path.clone());
-            processes.push(ProcessImage { pid: process.pid as i32, runs: pagemap.runs().collect(), pages_path });
+            processes.push(ProcessImage { pid: process.pid.into(), runs: pagemap.runs().collect(), pages_path });
         }
         let mut files = Vec::new();
         let entries =

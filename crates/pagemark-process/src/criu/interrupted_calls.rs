@@ -30,6 +30,7 @@ use std::time::{Duration, Instant};
 
 use pagemark_linux::proc::{self, Call};
 use pagemark_linux::ptrace::{self, CODE_SEGMENT_64, Registers};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::Error;
 use prost::Message;
 
@@ -172,11 +173,11 @@ impl InterruptedCalls {
     }
 
     /// Changes the images in a directory so that the threads make the interrupted calls again.
-    /// `host_id` gives the id here of a process, by its id in the images.
+    /// `pid_here` gives the id here of a process, by its id in the images.
     ///
     /// # Errors
     /// An image cannot be read or written.
-    pub fn repair_images(&self, directory: &Path, host_id: impl Fn(i32) -> Option<i32>) -> Result<(), Error> {
+    pub fn repair_images(&self, directory: &Path, pid_here: impl Fn(RecordedPid) -> Option<i32>) -> Result<(), Error> {
         let processes: Vec<PstreeEntry> = read_all(&directory.join("pstree.img"), ImageKind::Pstree)?;
         for process in processes {
             let first = directory.join(format!("core-{}.img", process.pid));
@@ -194,7 +195,7 @@ impl InterruptedCalls {
                 let path = directory.join(format!("core-{thread}.img"));
                 let mut image = Image::read(&path, ImageKind::Core)?;
                 let core = decode(&path, &image)?;
-                let number = |site| self.restarted(host_id(process.pid as i32)?, site);
+                let number = |site| self.restarted(pid_here(process.pid.into())?, site);
                 let Some(message) = repaired(&image.messages[0], &core, &shared, number) else { continue };
                 image.messages[0] = message;
                 let failed = Error::criu_io(format!("write {}", path.display()));

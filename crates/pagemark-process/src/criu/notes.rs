@@ -4,6 +4,7 @@ use std::path::Path;
 
 use nix::unistd::{Pid, getsid};
 use pagemark_linux::proc::{self, Process};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::cgroups::{Cgroups, Memberships};
 use pagemark_trace::error::{Error, ErrorKind, Object};
 
@@ -85,7 +86,7 @@ pub(crate) struct Notes {
 #[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct InMachine {
     /// Its id in the images.
-    pub pid: i32,
+    pub pid: RecordedPid,
     /// Where the program's file has its first instruction.
     pub program_entry: u64,
 }

@@ -20,6 +20,7 @@ use pagemark_trace::attach;
 use pagemark_trace::error::{Error, ErrorKind, Object};
 use pagemark_trace::inject::{self, Call};
 use pagemark_trace::objects;
+use pagemark_trace::{PidsHere, RecordedPid};
 
 use super::sysv_ids::{Objects, PERMISSIONS};
 
@@ -57,7 +58,7 @@ pub(crate) struct Segment {
 #[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 struct Attachment {
     /// The id of the process in CRIU's images.
-    pid: i32,
+    pid: RecordedPid,
     /// The address of the first byte.
     start: u64,
     /// Length and protection of each part, as `mprotect` takes them.
@@ -94,13 +95,13 @@ pub(super) fn renamed(line: &[u8]) -> Cow<'_, [u8]> {
     }
 }
 
-/// Finds the segments that the processes of a frozen tree have attached. `image_id` gives the id of
-/// a process in CRIU's images.
+/// Finds the segments that the processes of a frozen tree have attached. `image_pid` gives the id
+/// of a process in CRIU's images.
 ///
 /// # Errors
 /// [`ErrorKind::System`]: a segment may not be examined. [`ErrorKind::InTheWay`]: a segment is also
 /// attached outside of the tree, or not as a whole.
-pub(crate) fn find(tree: &[i32], image_id: impl Fn(i32) -> i32) -> Result<Vec<Segment>, Error> {
+pub(crate) fn find(tree: &[i32], image_pid: impl Fn(i32) -> RecordedPid) -> Result<Vec<Segment>, Error> {
     let mut found: BTreeMap<i32, (Segment, u64)> = BTreeMap::new();
     for &pid in tree {
         for mapping in attached(pid) {
@@ -115,7 +116,7 @@ pub(crate) fn find(tree: &[i32], image_id: impl Fn(i32) -> i32) -> Result<Vec<Se
             };
             *attached_elsewhere = attached_elsewhere.saturating_sub(1);
             let part = (mapping.range().byte_count().get(), protection(&mapping));
-            let pid = image_id(pid);
+            let pid = image_pid(pid);
             let last = segment.attachments.last_mut().filter(|last| {
                 last.pid == pid && last.length() == mapping.offset && last.start + mapping.offset == mapping.start.get()
             });
@@ -260,15 +261,15 @@ impl Segment {
 
     /// Makes the segment, with the content of the memory that CRIU has restored in its place, and
     /// has the processes, which are stopped, attach it there.
-    fn attach(&self, pid_here: &dyn Fn(i32) -> i32) -> Result<(), Error> {
+    fn attach(&self, here: &PidsHere) -> Result<(), Error> {
         let Some(first) = self.attachments.first() else { return Ok(()) };
         if first.start.checked_add(self.size_bytes).is_none() {
             return Err(Error::damaged(format!("the System V shared memory {} ends behind all addresses", self.id)));
         }
         let is_new = self.make()?;
-        self.copy_from(pid_here(first.pid), Address::new(first.start), is_new)?;
+        self.copy_from(here.find(first.pid)?, Address::new(first.start), is_new)?;
         for attachment in &self.attachments {
-            let pid = pid_here(attachment.pid);
+            let pid = here.find(attachment.pid)?;
             let status = Status::read(pid).map_err(|_| Error::no_process(pid))?;
             // The process may have given up the right by which it attached the segment.
             self.set_owner(status.effective_uid, 0o600).map_err(SEGMENTS.failed("give to a process", self.id))?;
@@ -341,11 +342,10 @@ impl Attachment {
 }
 
 /// Makes the segments of a tree, and has its processes attach them. CRIU has restored their
-/// content, and the processes are stopped. `pid_here` gives the id here of a process of CRIU's
-/// images.
+/// content, and the processes are stopped.
 ///
 /// # Errors
 /// A segment could not be made or attached. The processes are to be killed: they have no segment.
-pub(crate) fn attach(segments: &[Segment], pid_here: &dyn Fn(i32) -> i32) -> Result<(), Error> {
-    segments.iter().try_for_each(|segment| segment.attach(pid_here))
+pub(crate) fn attach(segments: &[Segment], here: &PidsHere) -> Result<(), Error> {
+    segments.iter().try_for_each(|segment| segment.attach(here))
 }

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::time::{Duration, Instant};
 
 use pagemark_linux::proc::{Process, Status};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind, Object};
 
 use super::images::Prepared;
@@ -47,7 +48,7 @@ pub(super) struct Attempt {
     pub(super) prepared: Prepared,
     criu: StartedCriu,
     /// The root process by its id in the images.
-    pub(super) root_pid: i32,
+    pub(super) root_pid: RecordedPid,
     /// CRIU has ended. If it failed, nothing of the tree is left.
     is_over: bool,
 }
@@ -61,7 +62,7 @@ impl Drop for Attempt {
 }
 
 impl Attempt {
-    pub(super) fn new(prepared: Prepared, criu: StartedCriu, root_pid: i32) -> Attempt {
+    pub(super) fn new(prepared: Prepared, criu: StartedCriu, root_pid: RecordedPid) -> Attempt {
         Attempt { prepared, criu, root_pid, is_over: false }
     }
 
@@ -125,16 +126,16 @@ impl Attempt {
     /// Waits until the processes of a failed restore run no more.
     fn wait_for_end(&self) {
         // Those of a container end with its first process.
-        if self.prepared.notes.first_process.is_none() {
-            wait_for_end(&Process::find_all(&self.prepared.pids()));
+        if let Some(pids) = self.prepared.pids_here() {
+            wait_for_end(&Process::find_all(&pids));
         }
     }
 
     /// The root process that CRIU restores, as soon as there is one.
     fn root_begun(&mut self) -> Vec<i32> {
-        let is_root = |pid: &i32| match self.prepared.notes.first_process {
-            Some(_) => Status::read(*pid).is_ok_and(|status| status.is_first_of_container()),
-            None => self.prepared.pids().first() == Some(pid),
+        let is_root = |pid: &i32| match self.prepared.pids_here() {
+            Some(pids) => pids.first() == Some(pid),
+            None => Status::read(*pid).is_ok_and(|status| status.is_first_of_container()),
         };
         // Its parent is CRIU or this process.
         let criu = self.criu.running.child().id() as i32;
@@ -176,7 +177,7 @@ impl Attempt {
 }
 
 /// CRIU could not restore the tree of `root_pid`, as its log says.
-fn failed(root_pid: i32, reason: String) -> Error {
+fn failed(root_pid: RecordedPid, reason: String) -> Error {
     let what = format!("restore process {root_pid}");
     let Some(help) = help_if_taken(&reason) else { return Error::criu_failed(what, reason) };
     let operation = format!("CRIU could not {what}: others got its process ids");
@@ -205,7 +206,7 @@ mod tests {
 
     #[test]
     fn an_id_that_another_process_got_is_told_from_other_failures() {
-        let kind = |reason: &str| failed(7, reason.to_owned()).kind();
+        let kind = |reason: &str| failed(RecordedPid::new(7), reason.to_owned()).kind();
         let taken = "Pid 28721 do not match expected 28715; 28721 exited, status=1; Restoring FAILED.";
         assert_eq!(kind(taken), ErrorKind::PidTaken);
         assert_eq!(kind("Thread pid mismatch 81/80; Restoring FAILED."), ErrorKind::PidTaken);

@@ -10,8 +10,8 @@ use std::path::Path;
 use nix::unistd::geteuid;
 use pagemark_linux::proc;
 use pagemark_linux::proc::maps::{self, Mapping};
+use pagemark_trace::PidsHere;
 use pagemark_trace::error::{Error, Result};
-use pagemark_trace::namespace_ids;
 
 use super::holders::{Holder, Holders, Purpose};
 use super::images::RestoreOptions;
@@ -47,7 +47,7 @@ pub(super) fn compare(directory: &Path, root_pid: Option<i32>, options: &Restore
     let remaps: Vec<RemapEntry> = if remaps.exists() { read_all(&remaps, ImageKind::Remaps)? } else { Vec::new() };
     let root = std::fs::File::open(proc::path(root_pid, "root")).map_err(super::io("open the root directory"))?;
     let root = open_at(root.as_fd(), std::ffi::OsStr::new(".")).map_err(|error| super::io("open it")(error.into()))?;
-    let mut processes = Processes { ids: namespace_ids::ids_here(root_pid), mappings: HashMap::new() };
+    let mut processes = Processes { here: PidsHere::of_container(root_pid), mappings: HashMap::new() };
     for file in entries.iter().filter_map(|entry| entry.reg.as_ref()) {
         let by = holders.of(file.id);
         let path = Path::new(&file.name);
@@ -73,8 +73,7 @@ pub(super) fn compare(directory: &Path, root_pid: Option<i32>, options: &Restore
 
 /// The processes, which do not run: what was read of one stays as it is.
 struct Processes {
-    /// Their ids here, by those of the images.
-    ids: HashMap<i32, i32>,
+    here: PidsHere,
     /// Their mappings, by their ids here, as far as they were needed.
     mappings: HashMap<i32, Vec<Mapping>>,
 }
@@ -90,7 +89,7 @@ impl Processes {
 
 /// Checks that a process has the file that was found.
 fn is_same(found: &Found, path: &Path, holder: &Holder, processes: &mut Processes) -> Result<()> {
-    let Some(&pid) = processes.ids.get(&holder.pid) else { return Ok(()) };
+    let Some(pid) = processes.here.get(holder.pid) else { return Ok(()) };
     let link = match holder.purpose {
         Purpose::Descriptor(number) => proc::path(pid, &format!("fd/{number}")),
         Purpose::Program => proc::path(pid, "exe"),

@@ -10,6 +10,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use pagemark::{Address, PAGE_SIZE, Store};
 use pagemark_linux::userfaultfd::{MissingPages, MissingPagesEvent};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind, Object};
 
 use super::gate::Gate;
@@ -135,11 +136,12 @@ impl<'a> Connection<'a> {
             }
             received => received.map_err(broken)?,
         }
-        let pid = i32::from_ne_bytes(number);
+        let number = i32::from_ne_bytes(number);
         // A zombie has no memory; its number is negative.
-        if pid < 0 || pid == RESTORE_FINISHED {
+        if number < 0 || number == RESTORE_FINISHED {
             return Ok(());
         }
+        let pid = RecordedPid::new(number);
         let descriptor = receive_descriptor(stream, 0).map_err(broken)?;
         if let Some(process) = self.processes.iter_mut().find(|process| process.memory.pid == pid) {
             // SAFETY: CRIU sends the userfaultfd that it has made in the process that it restores.
@@ -196,7 +198,7 @@ impl<'a> Connection<'a> {
 
     /// The processes that have missing pages. CRIU must wait in the gate, so that they have their
     /// mappings.
-    pub(super) fn targets(&self) -> Result<Vec<(i32, Arc<MissingPages>)>, Error> {
+    pub(super) fn targets(&self) -> Result<Vec<(RecordedPid, Arc<MissingPages>)>, Error> {
         let incomplete = self.processes.iter().filter(|process| !process.memory.delivered.is_empty());
         incomplete.map(|process| Ok((process.memory.pid, process.missing()?.clone()))).collect()
     }
@@ -252,10 +254,10 @@ pub(super) fn no_script() -> Error {
     Error::criu_failed("wait for the memory of the processes", "it did not run its script")
 }
 
-pub(super) fn not_filled(pid: i32, page: Address, error: io::Error) -> Error {
+pub(super) fn not_filled(pid: RecordedPid, page: Address, error: io::Error) -> Error {
     let kind = if error.raw_os_error() == Some(libc::ESRCH) { ErrorKind::Gone } else { ErrorKind::Criu };
     let operation = format!("fill page {:#x} of", page.get());
-    Error::of(kind, operation, Object::Process(pid), error)
+    Error::of(kind, operation, Object::Process(pid.get()), error)
 }
 
 #[cfg(test)]
@@ -278,8 +280,8 @@ mod tests {
         let script = gate.path();
         let first = PageNumber::new(16);
         let delivered = vec![first..first + 1];
-        let memory =
-            [7, 8].map(|pid| ProcessMemory::new(pid, ContentId::ZERO, delivered.clone(), RangeSet::new(), None));
+        let memory = [7, 8]
+            .map(|pid: u32| ProcessMemory::new(pid.into(), ContentId::ZERO, delivered.clone(), RangeSet::new(), None));
         let mut connection = Connection::new(directory.path(), &memory, gate, &store).unwrap();
 
         let mut criu = UnixStream::connect(directory.path().join(SOCKET)).unwrap();
@@ -294,7 +296,7 @@ mod tests {
         poll(&mut [PollFd::new(reached, PollFlags::POLLIN)], PollTimeout::NONE).unwrap();
 
         while !connection.step().unwrap() {}
-        assert_eq!(connection.targets().unwrap().iter().map(|(pid, _)| *pid).collect::<Vec<_>>(), [7, 8]);
+        assert_eq!(connection.targets().unwrap().iter().map(|(pid, _)| pid.get()).collect::<Vec<_>>(), [7, 8]);
         let _stream = connection.take_gate().unwrap().open().unwrap();
         assert!(waiting.wait().unwrap().success());
     }

@@ -24,6 +24,7 @@ use pagemark::store::Piece;
 use pagemark::{ByteCount, ContentId, Kind, PageNumber, Store};
 use pagemark_linux::proc::{Process, system};
 use pagemark_linux::userfaultfd::{MissingPages, probe_missing_pages};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind};
 use pagemark_trace::leaving;
 
@@ -210,7 +211,7 @@ fn start_fill<'scope, 'env>(
 }
 
 /// The processes whose memory is delivered, with the userfaultfd of each.
-type Targets = Arc<[(i32, Arc<MissingPages>)]>;
+type Targets = Arc<[(RecordedPid, Arc<MissingPages>)]>;
 
 /// What the filling threads share.
 struct FillState {

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use pagemark_linux::access::Access;
 use pagemark_linux::proc::Credentials;
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::Result;
 use pagemark_trace::identity::Identity;
 
@@ -64,7 +65,7 @@ impl fmt::Display for Purpose {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Holder {
     /// Its id in the images.
-    pub pid: i32,
+    pub pid: RecordedPid,
     /// Index of its user.
     pub user: usize,
     pub purpose: Purpose,
@@ -77,7 +78,7 @@ pub(super) struct Holder {
 pub(super) struct Holders {
     pub users: Vec<User>,
     /// The first process of each user.
-    first: Vec<i32>,
+    first: Vec<RecordedPid>,
     /// What they had open at the checkpoint although it was not theirs.
     held: Vec<HeldFile>,
     by_file: HashMap<u32, Vec<Holder>>,
@@ -95,7 +96,7 @@ impl Holders {
         let ids = Ids::read(directory)?;
         holders.root = (ids.user(0), ids.group(0));
         for process in read_pstree(directory)? {
-            let pid = process.pid as i32;
+            let pid = RecordedPid::from(process.pid);
             let image = |kind: &str| directory.join(format!("{kind}-{pid}.img"));
             let core: CoreEntry = read_first(&image("core"), ImageKind::Core)?;
             let Some(credentials) = core.thread_core.and_then(|thread| thread.creds) else { continue };
@@ -147,12 +148,12 @@ impl Holders {
                 continue;
             }
             let access = Access::of_flags(flags.get(&file).copied().unwrap_or(libc::O_RDWR));
-            let holder = |(user, pid): (usize, &i32)| Holder { pid: *pid, user, purpose: Purpose::Queue, access };
+            let holder = |(user, &pid): (usize, &RecordedPid)| Holder { pid, user, purpose: Purpose::Queue, access };
             self.by_file.insert(file, self.first.iter().enumerate().map(holder).collect());
         }
     }
 
-    fn user(&mut self, user: User, pid: i32) -> usize {
+    fn user(&mut self, user: User, pid: RecordedPid) -> usize {
         let found = self.users.iter().position(|other| *other == user);
         found.unwrap_or_else(|| {
             self.users.push(user);

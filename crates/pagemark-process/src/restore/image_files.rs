@@ -128,7 +128,7 @@ pub(super) fn write_pages(
         std::fs::write(&path, image).map_err(io(format!("write {}", path.display())))?;
         let delivered = runs.iter().filter(|run| !run.present).map(PageRun::page_range).collect();
         let known = Some(pages).filter(|_| !relatives.is_empty());
-        memories.push(ProcessMemory::new(process.pid as i32, *root, delivered, deliverable.clone(), known));
+        memories.push(ProcessMemory::new(process.pid.into(), *root, delivered, deliverable.clone(), known));
     }
     for space in &manifest.spaces {
         if let SpaceKind::SharedMemory { bytes, inode } = space.kind {

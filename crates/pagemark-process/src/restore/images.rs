@@ -11,6 +11,7 @@ use pagemark::repository::{Manifest, TargetKind};
 use pagemark::{ByteCount, PageRangeExt, Store};
 use pagemark_linux::proc::{self, Stat};
 use pagemark_linux::scratch_directory::ScratchDirectory;
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind, Object};
 
 use super::image_files::{ImageMemory, Progress, write_pages, write_states};
@@ -215,10 +216,10 @@ impl Prepared {
         Ok(spaces)
     }
 
-    /// The process ids that the tree will have, the root first. Those of a container are its ids in
+    /// The process ids that the checkpoint has, the root first. Those of a container are its ids in
     /// the container.
-    pub fn pids(&self) -> Vec<i32> {
-        self.processes.iter().map(|process| process.pid as i32).collect()
+    pub fn pids(&self) -> Vec<RecordedPid> {
+        self.processes.iter().map(|process| process.pid.into()).collect()
     }
 
     /// Checks that no process or thread has an id that the tree needs. A process that has just been
@@ -229,7 +230,7 @@ impl Prepared {
     /// [`ErrorKind::PidInUse`]
     pub fn check_free(&self) -> Result<(), Error> {
         self.notes.segments.iter().try_for_each(|segment| segment.is_there().map(drop))?;
-        let pids = self.pids();
+        let pids = self.pids_here().unwrap_or_default();
         self.notes.semaphores.iter().try_for_each(|set| set.check(&pids))?;
         if let Some(first) = &self.notes.first_process {
             return match first.runs() {
@@ -277,8 +278,8 @@ impl Prepared {
 
     /// The ids that the processes will have here. None for a container, where they are not known
     /// before CRIU has made the processes.
-    pub(super) fn pids_here(&self) -> Option<Vec<i32>> {
-        self.notes.first_process.is_none().then(|| self.pids())
+    pub fn pids_here(&self) -> Option<Vec<i32>> {
+        self.notes.first_process.is_none().then(|| self.pids().into_iter().map(RecordedPid::get).collect())
     }
 
     /// True if the tree has a user namespace of its own.
@@ -404,8 +405,11 @@ mod tests {
     use nix::unistd::Pid;
     use pagemark_linux::scratch_directory::Purpose;
 
+    use pagemark_linux::proc::Process;
+
     use super::super::image_files::create;
     use super::*;
+    use crate::criu::sysv_semaphores;
 
     #[test]
     fn images_of_a_tree_with_users_of_its_own_are_readable_below_a_private_directory() {
@@ -441,6 +445,28 @@ mod tests {
             assert_eq!(error.kind(), ErrorKind::StaysInMachine);
             assert!(error.to_string().contains(reason), "{error}");
         }
+    }
+
+    #[test]
+    fn a_process_is_none_of_a_container_that_has_its_id_as_one_inside() {
+        let own = std::process::id();
+        // SAFETY: the calls take numbers, and no address.
+        let id = unsafe { libc::semget(libc::IPC_PRIVATE, 1, 0o600) };
+        // SAFETY: as above.
+        let used = unsafe { libc::semctl(id, 0, libc::SETVAL, 1) };
+        let tree = [own as i32];
+        let semaphores = sysv_semaphores::find(own as i32, || &tree);
+        let first_process = Some(Process { pid: own as i32, start_ticks: 0 });
+        let notes = Notes { semaphores: semaphores.unwrap(), first_process, ..Notes::default() };
+        let (directory, processes) = (PathBuf::new(), vec![PstreeEntry { pid: own, ..PstreeEntry::default() }]);
+        let prepared = Prepared { directory, notes, processes, delivered: ByteCount::ZERO, scratch: None };
+        let checked = prepared.check_free();
+        // SAFETY: as above.
+        unsafe { libc::semctl(id, 0, libc::IPC_RMID) };
+        assert!(id >= 0 && used == 0);
+        let error = checked.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InTheWay);
+        assert!(error.to_string().contains(&format!("is in use by process {own};")), "{error}");
     }
 
     #[test]

@@ -129,15 +129,16 @@ impl<'a> Launch<'a> {
     }
 
     /// Starts CRIU in the control groups `groups`, and in a session on `terminal` if there is one,
-    /// with the process group that had the terminal.
+    /// with the process group that had the terminal. `root_pid` is the id that the root process
+    /// gets, which is not known of a container.
     pub(super) fn start(
         mut self,
         terminal: Option<&(Terminal, i32)>,
-        root_pid: i32,
+        root_pid: Option<i32>,
         groups: Vec<File>,
     ) -> Result<StartedCriu, Error> {
         let (reports, for_leader) = std::io::pipe().map_err(io("make a pipe"))?;
-        let session = terminal.and_then(|(terminal, foreground)| {
+        let session = terminal.zip(root_pid).and_then(|((terminal, foreground), root_pid)| {
             Some(terminal.session(for_leader.as_raw_fd())?.of_restore(root_pid, *foreground))
         });
         if session.is_some() {
@@ -166,10 +167,7 @@ impl<'a> Launch<'a> {
         }
         let limit = options.time_limit.unwrap_or_else(|| self.prepared.default_time_limit());
         let begin = Instant::now();
-        let begun = match self.prepared.notes.first_process {
-            None => Begun::Process(root_pid),
-            Some(_) => Begun::Container { others: own_children() },
-        };
+        let begun = root_pid.map_or_else(|| Begun::Container { others: own_children() }, Begun::Process);
         let child = self.command.spawn().map_err(io(format!("start {}", self.program.display())))?;
         let Launch { command, streams, passed, network, held, .. } = self;
         drop((command, for_leader, streams, passed, network));

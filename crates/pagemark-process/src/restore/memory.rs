@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pagemark::{ContentId, PageNumber, PageRange, PageTree, RangeSet, Store};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::Error;
 
 /// Some pages of a process of the checkpoint. They are numbered by position.
@@ -53,7 +54,7 @@ impl Pages {
 #[derive(Debug)]
 pub(super) struct ProcessMemory {
     /// The process.
-    pub(super) pid: i32,
+    pub(super) pid: RecordedPid,
     /// The root of its page tree.
     root: ContentId,
     /// The pages that the images directory does not have, in ascending order.
@@ -67,7 +68,7 @@ pub(super) struct ProcessMemory {
 impl ProcessMemory {
     /// The memory of a process, with `known` pages if more than the delivered ones are known.
     pub(super) fn new(
-        pid: i32,
+        pid: RecordedPid,
         root: ContentId,
         delivered: Vec<PageRange>,
         deliverable: RangeSet,
@@ -115,7 +116,7 @@ mod tests {
         let all = Pages::read(root, &[range(0, 100)].into_iter().collect(), &store).unwrap();
         assert_eq!((all.id(PageNumber::new(9)), all.id(PageNumber::new(10))), (content(9), ContentId::ZERO));
         for known in [Some(&all), None] {
-            let memory = ProcessMemory::new(7, root, delivered.clone(), RangeSet::new(), known);
+            let memory = ProcessMemory::new(RecordedPid::new(7), root, delivered.clone(), RangeSet::new(), known);
             let pages = memory.pages(&store).unwrap();
             assert_eq!(pages.numbers.iter().map(|page| page.get()).collect::<Vec<_>>(), [4, 5, 9, 21]);
             assert_eq!(pages.ids, [4, 5, 9, 21].map(content));

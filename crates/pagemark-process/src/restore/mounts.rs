@@ -14,8 +14,8 @@ use nix::sys::stat::FileStat;
 use nix::unistd::geteuid;
 use pagemark_linux::access::Access;
 use pagemark_linux::proc::mounts::Mount;
+use pagemark_trace::PidsHere;
 use pagemark_trace::error::{Error, Result};
-use pagemark_trace::namespace_ids;
 
 use super::holders::Holders;
 use super::images::RestoreOptions;
@@ -79,7 +79,7 @@ pub(super) fn compare(directory: &Path, root_pid: i32, holders: &Holders, option
     let mut permitted: Option<Vec<(PathBuf, Place)>> = None;
     let mut points: HashMap<PathBuf, usize> = HashMap::new();
     known.recorded.iter().for_each(|entry| *points.entry(point_of(entry)).or_default() += 1);
-    let pids: Vec<i32> = [root_pid].into_iter().chain(namespace_ids::ids_here(root_pid).into_values()).collect();
+    let pids: Vec<i32> = [root_pid].into_iter().chain(PidsHere::of_container(root_pid).of_all()).collect();
     let failed = || super::io("read the mounts of a container");
     for namespace in namespaces(&pids).map_err(failed())? {
         let mounts = mounts_in(&namespace).map_err(failed())?;

@@ -23,6 +23,7 @@ use nix::errno::Errno;
 use nix::sys::statfs::{CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, fstatfs};
 use nix::unistd::geteuid;
 use pagemark_linux::access::Access;
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 
 use super::ghosts;
@@ -288,7 +289,8 @@ pub(super) fn check_control_file(found: &Found, path: &Path, by: &[Holder], user
 /// A file of a process's own, which CRIU opens when the process is there. One of a process outside
 /// of the tree would be opened with root's rights.
 fn check_process_file(of_proc: &Path, path: &Path, by: &[Holder], users: &[User]) -> Result<()> {
-    let first = of_proc.components().next().and_then(|name| name.as_os_str().to_str()?.parse::<i32>().ok());
+    let first =
+        of_proc.components().next().and_then(|name| name.as_os_str().to_str()?.parse().ok()).map(RecordedPid::new);
     let is_of_tree = first.is_none_or(|pid| by.iter().any(|holder| holder.pid == pid));
     match by.iter().find(|holder| !users[holder.user].is_root) {
         Some(holder) if !is_of_tree => Err(in_the_way(

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use nix::unistd::geteuid;
 use pagemark_linux::proc;
+use pagemark_trace::PidsHere;
 use pagemark_trace::error::{Error, Object, Result};
-use pagemark_trace::namespace_ids;
 
 use super::holders::{Holder, Holders, Purpose};
 use super::root::read_notes;
@@ -28,8 +28,8 @@ pub(super) fn give(directory: &Path, root_pid: Option<i32>) -> Result<()> {
     let path = directory.join("files.img");
     let entries: Vec<FileEntry> = read_all(&path, ImageKind::Files)?;
     let holders = Holders::read(directory, &entries)?;
-    let ids = root_pid.filter(|_| notes.first_process.is_some()).map(namespace_ids::ids_here);
-    let pid_here = |pid: i32| ids.as_ref().map_or(Some(pid), |ids| ids.get(&pid).copied());
+    let container = root_pid.filter(|_| notes.first_process.is_some());
+    let here = container.map_or_else(PidsHere::as_recorded, PidsHere::of_container);
     for entry in &entries {
         let of_pipe = entry.pipe.as_ref().map(|pipe| pipe.pipe_id);
         let of_socket = || entry.usk.as_ref().map(|socket| socket.ino).or(entry.isk.as_ref().map(|socket| socket.ino));
@@ -37,7 +37,7 @@ pub(super) fn give(directory: &Path, root_pid: Option<i32>) -> Result<()> {
         // CRIU keeps the lower half of an inode number.
         let Some(owner) = notes.owners.iter().find(|owner| owner.inode as u32 == inode) else { continue };
         let number = |holder: &Holder| match holder.purpose {
-            Purpose::Descriptor(number) => Some((pid_here(holder.pid)?, number)),
+            Purpose::Descriptor(number) => Some((here.get(holder.pid)?, number)),
             _ => None,
         };
         if let Some((pid, number)) = holders.of(entry.id).iter().find_map(number) {

@@ -15,6 +15,7 @@ use std::path::Path;
 
 use nix::errno::Errno;
 use nix::unistd::geteuid;
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 use prost::Message;
 
@@ -46,7 +47,7 @@ struct End {
     /// Who its other end is.
     peer: Peer,
     /// Where a process has it: the process, by its id in the images, and the descriptor.
-    place: Option<(i32, u32)>,
+    place: Option<(RecordedPid, u32)>,
     /// What waits in it.
     queue: Vec<Vec<u8>>,
 }
@@ -58,7 +59,7 @@ struct End {
 pub(super) fn check(directory: &Path, notes: &Notes) -> Result<()> {
     for connection in find(directory, notes)? {
         let (Some(reason), end) = (connection.hindrance, &connection.ends[0]) else { continue };
-        let object = Object::Socket(end.place);
+        let object = Object::Socket(end.place.map(|(pid, number)| (pid.get(), number)));
         let what = format!("had user {} as its peer, and would have root (SO_PEERCRED): {reason}", end.peer.user);
         return Err(Error::about(ErrorKind::PeerIsRoot, object, what).help(
             "if no process of the job trusts who the peer of such a connection is, restore with --root-peers; or take \

@@ -4,7 +4,6 @@
 //! it. [`Restoring::finish`] waits for CRIU's end, and does what CRIU cannot do. Dropped before
 //! that, nothing is left of the processes.
 
-use std::collections::HashMap;
 use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,7 +14,7 @@ use nix::unistd::Pid;
 use pagemark_linux::proc::{Process, tree};
 use pagemark_trace::cgroups::{Joining, Memberships};
 use pagemark_trace::error::Error;
-use pagemark_trace::{leaving, namespace_ids};
+use pagemark_trace::{PidsHere, RecordedPid, leaving};
 
 use super::attempt::{Attempt, Reached};
 use super::image_files::set_program;
@@ -57,8 +56,7 @@ struct RestoredIds {
     root_pid: i32,
     /// All, the root first.
     pids: Vec<i32>,
-    /// The ids here by those in the images, if these are others.
-    here: HashMap<i32, i32>,
+    here: PidsHere,
 }
 
 impl Prepared {
@@ -108,7 +106,8 @@ impl Prepared {
         // In a network of the tree's own, CRIU locks all.
         let has_own_network = self.notes.own_network.is_some();
         let _locked = LockedConnections::lock(if has_own_network { &[] } else { &kept })?;
-        let started = launch.start(terminal.as_ref(), root_pid, joining.open_groups_of(root_pid))?;
+        let root_pid_here = self.pids_here().and_then(|pids| pids.first().copied());
+        let started = launch.start(terminal.as_ref(), root_pid_here, joining.open_groups_of(root_pid))?;
         let attempt = Attempt::new(self, started, root_pid);
         let options = options.clone();
         Ok(Restoring { attempt, _locked, opened, sockets, joining, terminal, closed_connections, options })
@@ -134,28 +133,22 @@ impl Prepared {
     }
 
     /// Has the processes, which CRIU has left stopped, put back their sockets, attach their System
-    /// V shared memory and put back their semaphores, and lets them run. `ids` are their ids here,
-    /// by those of the images, if these are others.
-    fn complete_stopped(
-        &self,
-        sockets: &OwnSockets,
-        ids: &HashMap<i32, i32>,
-        options: &RestoreOptions,
-    ) -> Result<(), Error> {
-        let pid_here = |image_pid: i32| ids.get(&image_pid).copied().unwrap_or(image_pid);
-        sysv_memory::attach(&self.notes.segments, &pid_here)?;
+    /// V shared memory and put back their semaphores, and lets them run.
+    fn complete_stopped(&self, sockets: &OwnSockets, here: &PidsHere, options: &RestoreOptions) -> Result<(), Error> {
+        sysv_memory::attach(&self.notes.segments, here)?;
         if let Some(root) = self.pids().first() {
-            sysv_semaphores::put_back(&self.notes.semaphores, pid_here(*root))?;
+            sysv_semaphores::put_back(&self.notes.semaphores, here.find(*root)?)?;
         }
-        sockets.put_back(&pid_here)?;
-        let was_stopped = |image_pid: i32| {
+        sockets.put_back(here)?;
+        let was_stopped = |image_pid: RecordedPid| {
             let path = self.directory.join(format!("core-{image_pid}.img"));
             let core: Result<CoreEntry, Error> = read_first(&path, ImageKind::Core);
             core.is_ok_and(|core| core.tc.is_some_and(|task| task.task_state == TASK_STOPPED))
         };
-        for image_pid in self.pids().into_iter().filter(|&pid| !options.stopped && !was_stopped(pid)) {
+        let continued = self.pids().into_iter().filter(|&pid| !options.stopped && !was_stopped(pid));
+        for pid in continued.filter_map(|pid| here.get(pid)) {
             // A process that has ended needs no signal.
-            let _ = kill(Pid::from_raw(pid_here(image_pid)), Signal::SIGCONT);
+            let _ = kill(Pid::from_raw(pid), Signal::SIGCONT);
         }
         Ok(())
     }
@@ -171,7 +164,8 @@ impl Prepared {
     /// that had the terminal. It takes the place of those `streams` that are the terminal of this
     /// process.
     fn terminal(&self, options: &RestoreOptions, streams: &mut [OwnedFd; 3]) -> Result<Option<(Terminal, i32)>, Error> {
-        let may_have = options.on_terminal && options.as_child && options.streams == Streams::Inherit;
+        let is_container = self.notes.first_process.is_some();
+        let may_have = options.on_terminal && options.as_child && options.streams == Streams::Inherit && !is_container;
         if !may_have || !self.notes.shell_job || !stdio::has_terminal(&self.notes.outside) {
             return Ok(None);
         }
@@ -238,13 +232,13 @@ impl Restoring {
     /// The ids of the processes that CRIU has restored.
     fn ids(&self) -> Result<RestoredIds, Error> {
         let prepared = &self.attempt.prepared;
-        if prepared.notes.first_process.is_none() {
-            return Ok(RestoredIds { root_pid: self.attempt.root_pid, pids: prepared.pids(), here: HashMap::new() });
+        if let Some(pids) = prepared.pids_here() {
+            return Ok(RestoredIds { root_pid: self.attempt.root_pid.get(), pids, here: PidsHere::as_recorded() });
         }
         let root_pid = prepared.read_root_pid()?;
         let members = tree::members(root_pid).unwrap_or_default();
         let pids = members.iter().map(|member| member.process.pid).collect();
-        Ok(RestoredIds { root_pid, pids, here: namespace_ids::ids_here(root_pid) })
+        Ok(RestoredIds { root_pid, pids, here: PidsHere::of_container(root_pid) })
     }
 
     /// Does what CRIU cannot do with the processes.

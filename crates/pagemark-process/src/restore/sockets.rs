@@ -28,6 +28,7 @@ use pagemark_trace::attach;
 use pagemark_trace::error::{Error, Object, Result};
 use pagemark_trace::identity::Identity;
 use pagemark_trace::inject::{self, Call};
+use pagemark_trace::{PidsHere, RecordedPid};
 
 use super::holders::{Holder, Holders};
 use super::opened::in_the_way;
@@ -79,7 +80,7 @@ struct Own {
 
 #[derive(Clone, Copy, Debug)]
 struct Client {
-    pid: i32,
+    pid: RecordedPid,
     number: u32,
     is_roots: bool,
     /// It waits to be accepted; else it sends datagrams.
@@ -131,8 +132,8 @@ impl Peer {
         Ok(all)
     }
 
-    fn connect(&self, pid_here: &dyn Fn(i32) -> i32) -> Result<()> {
-        self.address.connect(pid_here(self.client.pid), self.number)
+    fn connect(&self, here: &PidsHere) -> Result<()> {
+        self.address.connect(here.find(self.client.pid)?, self.number)
     }
 }
 
@@ -200,14 +201,13 @@ impl OwnSockets {
         self.own.is_empty() && self.outside.is_empty()
     }
 
-    /// Has the processes, which are stopped, put them back. `pid_here` gives the id here of a
-    /// process of the images.
+    /// Has the processes, which are stopped, put them back.
     ///
     /// # Errors
     /// A process may not bind its socket, or the path is taken. The processes are to be killed.
-    pub(super) fn put_back(&self, pid_here: &dyn Fn(i32) -> i32) -> Result<()> {
-        self.own.iter().try_for_each(|own| own.put_back(pid_here))?;
-        self.outside.iter().try_for_each(|peer| peer.connect(pid_here))
+    pub(super) fn put_back(&self, here: &PidsHere) -> Result<()> {
+        self.own.iter().try_for_each(|own| own.put_back(here))?;
+        self.outside.iter().try_for_each(|peer| peer.connect(here))
     }
 }
 
@@ -363,17 +363,17 @@ impl Own {
         }
     }
 
-    fn put_back(&self, pid_here: &dyn Fn(i32) -> i32) -> Result<()> {
-        let pid = pid_here(self.holder.pid);
+    fn put_back(&self, here: &PidsHere) -> Result<()> {
+        let pid = here.find(self.holder.pid)?;
         if self.binds
             && self.is_roots
             && let Some(place) = Place::of_user(pid, self).map_err(|error| self.not_bound(pid, error))?
         {
-            return self.put_back_at(pid, place, pid_here);
+            return self.put_back_at(pid, place, here);
         }
         let room = self.binds.then(|| Room::new(pid, self)).transpose()?;
         let mut undo = Vec::new();
-        let done = self.put_back_in(pid, room.as_ref(), pid_here, &mut undo);
+        let done = self.put_back_in(pid, room.as_ref(), here, &mut undo);
         let undone = match &room {
             Some(room) => undo.iter().rev().try_for_each(|undo| room.undo(self, undo)),
             None => Ok(()),
@@ -381,13 +381,7 @@ impl Own {
         done.and_then(|()| undone.map_err(|error| self.not_bound(pid, error)))
     }
 
-    fn put_back_in(
-        &self,
-        pid: i32,
-        room: Option<&Room>,
-        pid_here: &dyn Fn(i32) -> i32,
-        undo: &mut Vec<Undo>,
-    ) -> Result<()> {
+    fn put_back_in(&self, pid: i32, room: Option<&Room>, here: &PidsHere, undo: &mut Vec<Undo>) -> Result<()> {
         let not_bound = |error| self.not_bound(pid, error);
         if let Some(room) = room {
             self.bind(room, undo).map_err(not_bound)?;
@@ -399,22 +393,22 @@ impl Own {
                 .map_err(not_bound)?;
         }
         self.listen(pid)?;
-        self.clients.iter().try_for_each(|client| self.connect(pid_here(client.pid), client.number))
+        self.clients.iter().try_for_each(|client| self.connect(here.find(client.pid)?, client.number))
     }
 
     /// Puts the socket of a process of root back in the directory of a user.
-    fn put_back_at(&self, pid: i32, mut place: Place, pid_here: &dyn Fn(i32) -> i32) -> Result<()> {
-        let done = self.put_back_in_place(pid, &mut place, pid_here);
+    fn put_back_at(&self, pid: i32, mut place: Place, here: &PidsHere) -> Result<()> {
+        let done = self.put_back_in_place(pid, &mut place, here);
         let undone = place.undo().map_err(|error| self.not_bound(pid, error));
         done.and(undone)
     }
 
-    fn put_back_in_place(&self, pid: i32, place: &mut Place, pid_here: &dyn Fn(i32) -> i32) -> Result<()> {
+    fn put_back_in_place(&self, pid: i32, place: &mut Place, here: &PidsHere) -> Result<()> {
         place.bind(self, pid).map_err(|error| self.not_bound(pid, error))?;
         self.listen(pid)?;
         let (of_root, others): (Vec<&Client>, Vec<&Client>) = self.clients.iter().partition(|client| client.is_roots);
         for client in of_root {
-            let client_here = pid_here(client.pid);
+            let client_here = here.find(client.pid)?;
             match client.is_waiting {
                 false => place
                     .connect(self, client_here, client.number)
@@ -429,7 +423,7 @@ impl Own {
         if let Some(permissions) = &self.permissions {
             place.set_owner(permissions).map_err(|error| self.not_bound(pid, error))?;
         }
-        others.into_iter().try_for_each(|client| self.connect(pid_here(client.pid), client.number))
+        others.into_iter().try_for_each(|client| self.connect(here.find(client.pid)?, client.number))
     }
 
     fn listen(&self, pid: i32) -> Result<()> {

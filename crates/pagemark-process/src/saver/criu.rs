@@ -14,6 +14,7 @@ use pagemark::target::VisitPage;
 use pagemark::{PageNumber, PageRange, Store};
 use pagemark_linux::proc::Process;
 use pagemark_linux::scratch_directory::{Purpose, ScratchDirectory, parent_in_memory};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::attach;
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 use pagemark_trace::inject::memory_copy::MemoryCopy;
@@ -176,7 +177,7 @@ impl FrozenState for Dumped {
         if let Some(image) =
             saved.processes.iter().find(|image| spaces.iter().all(|space| space.image_pid() != image.pid))
         {
-            return Err(Error::killed(image.pid));
+            return Err(Error::killed(image.pid.get()));
         }
         if let Some(notices) = notices {
             notices.tell_connections(&tcp_connections(images.path())?);
@@ -196,13 +197,13 @@ struct Images {
 }
 
 impl Images {
-    fn process(&self, pid: i32) -> Option<&ProcessImage> {
+    fn process(&self, pid: RecordedPid) -> Option<&ProcessImage> {
         self.saved.processes.iter().find(|image| image.pid == pid)
     }
 }
 
 impl SavedState for Images {
-    fn held_pages(&self, pid: i32) -> Option<Vec<PageRange>> {
+    fn held_pages(&self, pid: RecordedPid) -> Option<Vec<PageRange>> {
         let image = self.process(pid)?;
         Some(image.runs.iter().map(PageRun::page_range).collect())
     }
@@ -211,7 +212,7 @@ impl SavedState for Images {
         Some(&self.saved.withheld_objects)
     }
 
-    fn saved_pages(&self, pid: i32, visit: VisitPage<'_>) -> Result<(), pagemark::Error> {
+    fn saved_pages(&self, pid: RecordedPid, visit: VisitPage<'_>) -> Result<(), pagemark::Error> {
         let Some(image) = self.process(pid) else { return Ok(()) };
         image.for_each_present(&mut |page, content| visit(PageNumber::new(page), content))
     }

@@ -7,6 +7,7 @@ use pagemark::repository::StateRecord;
 use pagemark::target::VisitPage;
 use pagemark::{AddressRangeExt, PageRange, RangeSet, Store};
 use pagemark_linux::proc::{self, Process};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::Result;
 use pagemark_trace::freezer::{Freezer, ThreadRegisters};
 use pagemark_trace::inject::memory_copy::MemoryCopy;
@@ -21,7 +22,7 @@ pub const REGISTERS: &str = "registers.json";
 
 /// The state file of a checkpoint of memory alone with a process's auxiliary vector, in the format
 /// of `/proc/PID/auxv`. The oldest checkpoints lack it.
-pub fn auxiliary_vector_name(pid: i32) -> String {
+pub fn auxiliary_vector_name(pid: RecordedPid) -> String {
     format!("auxv-{pid}")
 }
 
@@ -62,12 +63,12 @@ impl FrozenState for Stopped {
         let frozen_at = freezer.frozen_at();
         let auxiliary_vectors = spaces.iter().map(|space| {
             let pid = space.pid();
-            (pid, proc::auxiliary_vector(pid).unwrap_or_default())
+            (RecordedPid::new(pid), proc::auxiliary_vector(pid).unwrap_or_default())
         });
         let auxiliary_vectors = auxiliary_vectors.collect();
         let registers = freezer.registers();
         let frozen_time = freezer.thaw()?;
-        let populated = spaces.iter().map(|space| (space.pid(), space.populated())).collect();
+        let populated = spaces.iter().map(|space| (RecordedPid::new(space.pid()), space.populated())).collect();
         let state = Registers { registers: registers?, auxiliary_vectors, populated };
         Ok(ResumedTree { frozen_at, frozen_time, state: Box::new(state) })
     }
@@ -76,13 +77,13 @@ impl FrozenState for Stopped {
 struct Registers {
     registers: Vec<ThreadRegisters>,
     /// Of each process; empty where it could not be read.
-    auxiliary_vectors: Vec<(i32, Vec<u8>)>,
+    auxiliary_vectors: Vec<(RecordedPid, Vec<u8>)>,
     /// The private pages of each process that held data.
-    populated: HashMap<i32, RangeSet>,
+    populated: HashMap<RecordedPid, RangeSet>,
 }
 
 impl SavedState for Registers {
-    fn held_pages(&self, pid: i32) -> Option<Vec<PageRange>> {
+    fn held_pages(&self, pid: RecordedPid) -> Option<Vec<PageRange>> {
         let populated = self.populated.get(&pid)?;
         Some(populated.iter().map(|range| range.page_range()).collect())
     }
@@ -91,7 +92,7 @@ impl SavedState for Registers {
         None
     }
 
-    fn saved_pages(&self, _: i32, _: VisitPage<'_>) -> Result<(), pagemark::Error> {
+    fn saved_pages(&self, _: RecordedPid, _: VisitPage<'_>) -> Result<(), pagemark::Error> {
         Ok(())
     }
 

@@ -23,7 +23,6 @@ use pagemark::{
     Store, store::MemoryStore,
 };
 use pagemark_linux::proc::{Process, Stat};
-use pagemark_process::Error;
 use pagemark_process::criu::images::schema::CoreEntry;
 use pagemark_process::criu::images::{ImageKind, read_first};
 use pagemark_process::criu::{Criu, Dump, DumpOptions, Timings, dump::Populated};
@@ -31,6 +30,7 @@ use pagemark_process::files::{DataTree, FileWatch};
 use pagemark_process::restore::{Restore, RestoreEvent, RestoreFailure, RestoreOptions, Restored, prepare};
 use pagemark_process::saver::CriuSaver;
 use pagemark_process::target::ProcessTarget;
+use pagemark_process::{Error, RecordedPid};
 use pagemark_testing::{assert_oracle, assert_oracle_eq, in_own_session, skipped, wait_until};
 
 /// The kernel leaves these bytes below a stack pointer alone.
@@ -502,7 +502,7 @@ pub fn memory(pid: i32) -> Memory {
 /// The ranges of pages that hold data, by process.
 pub fn populated(memory: &BTreeMap<i32, Memory>) -> Populated {
     let range = |page: &u64| PageNumber::new(*page).addresses();
-    memory.iter().map(|(pid, pages)| (*pid, (*pid, pages.keys().map(range).collect()))).collect()
+    memory.iter().map(|(pid, pages)| (*pid, (RecordedPid::new(*pid), pages.keys().map(range).collect()))).collect()
 }
 
 /// The address of a byte of a page.
@@ -635,7 +635,7 @@ pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
     let mut spaces = Vec::new();
     for process in &state.processes {
         let mut tree = PageTree::new();
-        let content = &memory[&process.pid];
+        let content = &memory[&process.pid.get()];
         for (&page, bytes) in content {
             tree.set(PageNumber::new(page), store.put(Kind::Page, &bytes[..]).unwrap());
         }
@@ -651,7 +651,7 @@ pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
             .unwrap();
         let root = tree.save(&mut store).unwrap();
         let pages = tree.page_count();
-        spaces.push(SpaceRecord::of_process(process.pid, "program".into(), root, pages, Vec::new()));
+        spaces.push(SpaceRecord::of_process(process.pid.get(), "program".into(), root, pages, Vec::new()));
     }
     let mut files = Vec::new();
     let mut stack_pointers = Vec::new();
@@ -759,7 +759,7 @@ impl Taken {
     fn run_command(&self, criu: &Criu, mut command: Command) -> (Child, Restored) {
         let directory = tempfile::tempdir().unwrap();
         let prepared = prepare(&self.manifest, &self.store, directory.path()).unwrap();
-        let pids = prepared.pids();
+        let pids = prepared.pids_here().unwrap();
         let done = directory.path().join("done");
         let child = command
             .args(["--exact", "restoring_command", "--nocapture"])

@@ -6,6 +6,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, RangeSet};
 use pagemark_linux::userfaultfd::{MissingPages, MissingPagesEvent};
+use pagemark_trace::RecordedPid;
 use pagemark_trace::error::Error;
 
 use super::layout::{Change, Layout};
@@ -18,7 +19,7 @@ const NEIGHBOURS: u64 = 16;
 /// A process to which pages are delivered: one of the checkpoint, or one that was forked since.
 pub(super) struct Space {
     /// The process of the checkpoint.
-    pid: i32,
+    pid: RecordedPid,
     pub(super) pages: Arc<Pages>,
     pub(super) missing: Arc<MissingPages>,
     /// Written by the thread that reads the events, before it reads the next one. Whoever fills a
@@ -53,7 +54,7 @@ pub(super) enum Filled {
 
 impl Space {
     /// The memory of a process, with the ranges of its mappings that have missing pages.
-    pub(super) fn new(pid: i32, pages: Arc<Pages>, missing: Arc<MissingPages>, mappings: &RangeSet) -> Space {
+    pub(super) fn new(pid: RecordedPid, pages: Arc<Pages>, missing: Arc<MissingPages>, mappings: &RangeSet) -> Space {
         let left = AtomicUsize::new(pages.numbers.len());
         let mappings = mappings.iter().map(|range| range.page_range());
         let done = (0..pages.numbers.len().div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
