@@ -391,6 +391,10 @@ mod tests {
         let directory = std::env::temp_dir().canonicalize().unwrap();
         let place = HostPaths::of_tree(&[own]).unwrap().place(own, &directory, None).unwrap();
         assert_eq!(place, FileLocation::Outside(directory));
-        assert_eq!(pagemark_trace::PidsHere::of_container(own).get(pagemark_trace::RecordedPid::new(own)), Some(own));
+        assert_eq!(
+            pagemark_trace::PidsHere::of_container(Process::find(own).unwrap())
+                .get(pagemark_trace::RecordedPid::new(own)),
+            Some(own)
+        );
     }
 }

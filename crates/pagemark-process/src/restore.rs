@@ -42,6 +42,7 @@ use std::time::Duration;
 use pagemark::repository::{Checkpoint, Manifest};
 use pagemark::restore::{Gated, Opened, Prepared as _};
 use pagemark::{ByteCount, Store};
+use pagemark_linux::proc::Process;
 use pagemark_linux::scratch_directory::{self, Purpose, ScratchDirectory};
 use pagemark_trace::error::{Error, ErrorKind, Object};
 
@@ -54,11 +55,10 @@ pub use images::{Prepared, RestoreOptions, Restored, Streams, check, export_criu
 pub use states::{GatedTree, PreparedTree, RunningTree};
 pub(crate) use surroundings::connections as tcp_connections;
 
-/// What is done when CRIU has made all processes, and none runs. `root_pid` is the id here of the
-/// root process.
-fn before_they_run(directory: &Path, root_pid: Option<i32>, options: &RestoreOptions) -> Result<(), Error> {
-    compare::compare(directory, root_pid, options)?;
-    owners::give(directory, root_pid)
+/// What is done when CRIU has made all processes, and none runs.
+fn before_they_run(directory: &Path, root: Option<Process>, options: &RestoreOptions) -> Result<(), Error> {
+    compare::compare(directory, root, options)?;
+    owners::give(directory, root)
 }
 
 /// What a restore reads of the images in `directory` to find out who has which file, before it

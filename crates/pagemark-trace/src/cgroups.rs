@@ -353,9 +353,10 @@ mod tests {
         let joining = Joining::new(Memberships::from([(RecordedPid::new(own), vec![group])]));
         let joining = Joining { hierarchies: vec![hierarchy], own: Vec::new(), ..joining };
         // In the container the id was that of a process that has ended since.
-        let mut ended = std::process::Command::new("true").spawn().unwrap();
-        ended.wait().unwrap();
-        let not_joined = joining.join_others(&PidsHere::of_container(ended.id() as i32));
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let ended = proc::Process::find(child.id() as i32).unwrap();
+        child.wait().unwrap();
+        let not_joined = joining.join_others(&PidsHere::of_container(ended));
         assert!(not_joined.is_empty(), "{not_joined:?}");
         assert_eq!(std::fs::read_to_string(&members).unwrap(), "");
     }

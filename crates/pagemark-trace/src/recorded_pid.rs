@@ -7,9 +7,10 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use pagemark_linux::proc::{self, Status, tree};
+use pagemark_linux::proc::{self, Process, Status, tree};
 use serde::{Deserialize, Serialize};
 
+use crate::attach;
 use crate::error::{Error, ErrorKind, Object, Result};
 
 /// The id of a process or thread in a checkpoint, and in CRIU's images.
@@ -59,8 +60,8 @@ impl PidsHere {
     }
 
     /// Those of a container with this first process, as it is now.
-    pub fn of_container(root_pid: i32) -> PidsHere {
-        let members = tree::members(root_pid).unwrap_or_default();
+    pub fn of_container(first: Process) -> PidsHere {
+        let members = tree::members(first.pid).unwrap_or_default();
         let threads = members.iter().flat_map(|member| proc::threads(member.process.pid).unwrap_or_default());
         PidsHere(Some(threads.map(|thread| (RecordedPid::in_images(thread), thread)).collect()))
     }
@@ -70,13 +71,13 @@ impl PidsHere {
         self.0.as_ref().map_or(Some(id.get()), |ids| ids.get(&id).copied())
     }
 
-    /// Like [`PidsHere::get`], of a process that must be there.
+    /// The process that has the id.
     ///
     /// # Errors
     /// [`ErrorKind::Gone`]
-    pub fn find(&self, id: RecordedPid) -> Result<i32> {
+    pub fn find(&self, id: RecordedPid) -> Result<Process> {
         let gone = || Error::about(ErrorKind::Gone, Object::None, format!("process {id} of the container has ended"));
-        self.get(id).ok_or_else(gone)
+        attach::find(self.get(id).ok_or_else(gone)?)
     }
 
     /// The ids here of all processes and threads of a container.
@@ -94,8 +95,9 @@ mod tests {
         let own = std::process::id() as i32;
         let recorded = RecordedPid::in_images(own);
         assert_eq!(PidsHere::as_recorded().get(RecordedPid::from(7)), Some(7));
-        let container = PidsHere::of_container(own);
+        let container = PidsHere::of_container(Process::find(own).unwrap());
         assert_eq!(container.get(recorded), Some(own));
+        assert_eq!(container.find(recorded).unwrap(), Process::find(own).unwrap());
         assert!(container.of_all().any(|id| id == own));
         let gone = RecordedPid::new(i32::MAX);
         assert_eq!(container.get(gone), None);

@@ -15,8 +15,7 @@ use std::io;
 
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE};
 use pagemark_linux::memory::Memory;
-use pagemark_linux::proc::{self, Mapping, Status, maps};
-use pagemark_trace::attach;
+use pagemark_linux::proc::{self, Mapping, Process, Status, maps};
 use pagemark_trace::error::{Error, ErrorKind, Object};
 use pagemark_trace::inject::{self, Call};
 use pagemark_trace::objects;
@@ -269,11 +268,11 @@ impl Segment {
         let is_new = self.make()?;
         self.copy_from(here.find(first.pid)?, Address::new(first.start), is_new)?;
         for attachment in &self.attachments {
-            let pid = here.find(attachment.pid)?;
-            let status = Status::read(pid).map_err(|_| Error::no_process(pid))?;
+            let process = here.find(attachment.pid)?;
+            let status = Status::read(process.pid).map_err(|_| Error::no_process(process.pid))?;
             // The process may have given up the right by which it attached the segment.
             self.set_owner(status.effective_uid, 0o600).map_err(SEGMENTS.failed("give to a process", self.id))?;
-            inject::system_calls(attach::find(pid)?, attachment.calls(self.id))?;
+            inject::system_calls(process, attachment.calls(self.id))?;
         }
         self.set_owner(self.uid, self.mode).map_err(SEGMENTS.failed("give back to its owner", self.id))?;
         if self.mode & REMOVED != 0 {
@@ -286,9 +285,9 @@ impl Segment {
 impl Segment {
     /// Copies the memory of a process from an address on to the segment. Of zeros, nothing is
     /// copied to a new one, so that they take no memory.
-    fn copy_from(&self, pid: i32, start: Address, is_new: bool) -> Result<(), Error> {
-        let failed = |error| Error::system("read the restored memory of", Object::Process(pid))(error);
-        let memory = Memory::open(pid).map_err(failed)?;
+    fn copy_from(&self, process: Process, start: Address, is_new: bool) -> Result<(), Error> {
+        let failed = |error| Error::system("read the restored memory of", Object::Process(process.pid))(error);
+        let memory = Memory::open(process.pid).map_err(failed)?;
         let mut attached = Attached::new(self.id).map_err(SEGMENTS.failed("attach", self.id))?;
         let mut buffer = vec![0; CHUNK_BYTES];
         let size_bytes = self.size_bytes as usize;

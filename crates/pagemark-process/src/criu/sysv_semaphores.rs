@@ -12,8 +12,7 @@
 use std::ffi::c_ushort;
 use std::io;
 
-use pagemark_linux::proc::{self, Stat, Status};
-use pagemark_trace::attach;
+use pagemark_linux::proc::{self, Process, Stat, Status};
 use pagemark_trace::error::Error;
 use pagemark_trace::inject::{self, Call};
 
@@ -197,15 +196,15 @@ impl SemaphoreSet {
     }
 
     /// Has a process give the semaphores of the set these values.
-    fn set_values(&self, pid: i32) -> Result<(), Error> {
-        let status = Status::read(pid).map_err(|_| Error::no_process(pid))?;
+    fn set_values(&self, process: Process) -> Result<(), Error> {
+        let status = Status::read(process.pid).map_err(|_| Error::no_process(process.pid))?;
         // The process may have given up the right to change them.
         self.set_owner(status.effective_uid, 0o600).map_err(SETS.failed("give to a process", self.id))?;
         let call = |(index, value): (usize, &u16)| Call {
             number: libc::SYS_semctl,
             arguments: [self.id as u64, index as u64, libc::SETVAL as u64, u64::from(*value), 0, 0],
         };
-        inject::system_calls(attach::find(pid)?, self.values.iter().enumerate().map(call).collect())?;
+        inject::system_calls(process, self.values.iter().enumerate().map(call).collect())?;
         self.set_owner(self.uid, self.mode).map_err(SETS.failed("give back to its owner", self.id))
     }
 }
@@ -214,7 +213,7 @@ impl SemaphoreSet {
 ///
 /// # Errors
 /// A set cannot be made or changed. Then no set is changed, and the processes are to be killed.
-pub(crate) fn put_back(sets: &[SemaphoreSet], pid: i32) -> Result<(), Error> {
+pub(crate) fn put_back(sets: &[SemaphoreSet], process: Process) -> Result<(), Error> {
     let mut undo = Undo::default();
     for set in sets {
         if set.is_there()? {
@@ -223,7 +222,7 @@ pub(crate) fn put_back(sets: &[SemaphoreSet], pid: i32) -> Result<(), Error> {
             set.make()?;
             undo.made.push(set.id);
         }
-        set.set_values(pid)?;
+        set.set_values(process)?;
     }
     undo.nothing();
     Ok(())

@@ -115,12 +115,11 @@ impl Attempt {
     }
 
     /// Ends a restored tree that cannot run.
-    pub(super) fn undo(&mut self, pids: &[i32]) {
-        let processes = Process::find_all(pids);
-        kill_all(&processes);
+    pub(super) fn undo(&mut self, processes: &[Process]) {
+        kill_all(processes);
         self.criu.running.end();
         self.criu.begun.end();
-        wait_for_end(&processes);
+        wait_for_end(processes);
     }
 
     /// Waits until the processes of a failed restore run no more.
@@ -138,22 +137,20 @@ impl Attempt {
             None => Status::read(*pid).is_ok_and(|status| status.is_first_of_container()),
         };
         // Its parent is CRIU or this process.
-        let criu = self.criu.running.child().id() as i32;
-        let begun = below(criu).into_iter().map(|process| process.pid);
-        begun.chain(self.criu.begun.child()).filter(is_root).collect()
+        let begun = self.criu.running.below_child().into_iter().chain(self.criu.begun.child());
+        begun.map(|process| process.pid).filter(is_root).collect()
     }
 
     /// CRIU, or the leader of the session, and all that it has begun.
     fn begun(&mut self) -> Vec<Process> {
-        let criu = self.criu.running.child().id() as i32;
-        below(criu).into_iter().chain(self.criu.begun.below_child()).collect()
+        self.criu.running.below_child().into_iter().chain(self.criu.begun.below_child()).collect()
     }
 
     /// Kills CRIU and the processes that it has begun to restore.
     fn kill(&mut self) {
         self.is_over = true;
-        let criu = self.criu.running.child().id() as i32;
-        let list = || below(criu).into_iter().chain(self.criu.begun.below_child()).collect();
+        let criu = self.criu.running.process();
+        let list = || criu.into_iter().flat_map(below).chain(self.criu.begun.below_child()).collect();
         let all = kill_with_descendants(list);
         self.criu.running.end();
         self.criu.begun.end();
@@ -166,8 +163,7 @@ impl Attempt {
     /// what they waited for.
     fn end_late(&mut self) -> Error {
         let begun = self.begun();
-        let mut reason: Vec<String> =
-            begun.iter().take(SHOWN_PROCESSES).filter_map(|process| wait_of(process.pid)).collect();
+        let mut reason: Vec<String> = begun.iter().take(SHOWN_PROCESSES).copied().filter_map(wait_of).collect();
         reason.push(errors_in_log(&self.prepared.directory.join(LOG)));
         self.kill();
         let (root_pid, limit_s) = (self.root_pid, self.criu.limit.as_secs());

@@ -8,8 +8,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use nix::unistd::geteuid;
-use pagemark_linux::proc;
 use pagemark_linux::proc::maps::{self, Mapping};
+use pagemark_linux::proc::{self, Process};
 use pagemark_trace::PidsHere;
 use pagemark_trace::error::{Error, Result};
 
@@ -27,27 +27,27 @@ use crate::files::walk::{Found, open_at};
 const OVERLAY: u64 = 0x794c_7630;
 
 /// Compares the files of the processes that CRIU restores from the images in `directory`, and that
-/// do not run yet. `root_pid` is the id here of the root process. `trusted` are paths at which
+/// do not run yet. `root` is the root process. `trusted` are paths at which
 /// every user may have any file but a link.
 ///
 /// # Errors
 /// A process has another file, or one that its user may not use.
-pub(super) fn compare(directory: &Path, root_pid: Option<i32>, options: &RestoreOptions) -> Result<()> {
+pub(super) fn compare(directory: &Path, root: Option<Process>, options: &RestoreOptions) -> Result<()> {
     if !geteuid().is_root() || !has_own_mounts(directory) {
         return Ok(());
     }
-    let root_pid = root_pid.ok_or_else(|| Error::criu_failed("restore a container", "it reported no process"))?;
+    let process = root.ok_or_else(|| Error::criu_failed("restore a container", "it reported no process"))?;
     let path = directory.join("files.img");
     let entries: Vec<FileEntry> = read_all(&path, ImageKind::Files)?;
     let mut holders = Holders::read(directory, &entries)?;
-    mounts::compare(directory, root_pid, &holders, options)?;
+    mounts::compare(directory, process, &holders, options)?;
     // Root inside may use what is inside.
     holders.users.iter_mut().for_each(|user| user.is_root |= user.is_root_inside);
     let remaps = directory.join("remap-fpath.img");
     let remaps: Vec<RemapEntry> = if remaps.exists() { read_all(&remaps, ImageKind::Remaps)? } else { Vec::new() };
-    let root = std::fs::File::open(proc::path(root_pid, "root")).map_err(super::io("open the root directory"))?;
+    let root = std::fs::File::open(proc::path(process.pid, "root")).map_err(super::io("open the root directory"))?;
     let root = open_at(root.as_fd(), std::ffi::OsStr::new(".")).map_err(|error| super::io("open it")(error.into()))?;
-    let mut processes = Processes { here: PidsHere::of_container(root_pid), mappings: HashMap::new() };
+    let mut processes = Processes { here: PidsHere::of_container(process), mappings: HashMap::new() };
     for file in entries.iter().filter_map(|entry| entry.reg.as_ref()) {
         let by = holders.of(file.id);
         let path = Path::new(&file.name);

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use pagemark::{Address, PAGE_SIZE, Store};
+use pagemark_linux::proc::Process;
 use pagemark_linux::userfaultfd::{MissingPages, MissingPagesEvent};
-use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind, Object};
+use pagemark_trace::{RecordedPid, attach};
 
 use super::gate::Gate;
 use super::memory::ProcessMemory;
@@ -32,13 +33,13 @@ pub(super) struct Connection<'a> {
     listener: UnixListener,
     /// CRIU's end is open until it exits: it sends a last message before the processes run.
     stream: Option<UnixStream>,
-    processes: Vec<Process<'a>>,
+    processes: Vec<Recipient<'a>>,
     /// None once it is open, or abandoned.
     gate: Option<Gate>,
     /// CRIU waits in the gate.
     is_reached: bool,
-    /// The id here of the root process, once CRIU waits, if CRIU reports it.
-    root_pid: Option<i32>,
+    /// The root process, once CRIU waits, if CRIU reports it.
+    root: Option<Process>,
     store: &'a (dyn Store + Sync),
 }
 
@@ -63,7 +64,7 @@ impl ReachedGate {
 }
 
 /// A process whose memory is delivered.
-struct Process<'a> {
+struct Recipient<'a> {
     memory: &'a ProcessMemory,
     /// None until CRIU has sent it.
     missing: Option<Arc<MissingPages>>,
@@ -78,8 +79,8 @@ impl<'a> Connection<'a> {
         store: &'a (dyn Store + Sync),
     ) -> Result<Connection<'a>, Error> {
         let listener = listen(directory).map_err(Error::criu_io("make a socket for CRIU"))?;
-        let processes = memory.iter().map(|memory| Process { memory, missing: None }).collect();
-        Ok(Connection { listener, stream: None, processes, gate: Some(gate), is_reached: false, root_pid: None, store })
+        let processes = memory.iter().map(|memory| Recipient { memory, missing: None }).collect();
+        Ok(Connection { listener, stream: None, processes, gate: Some(gate), is_reached: false, root: None, store })
     }
 
     /// Waits a moment for something to do, and does it. True if CRIU has reached the gate.
@@ -109,7 +110,7 @@ impl<'a> Connection<'a> {
             self.answer_faults(process)?;
         }
         if is_reached && let Some(gate) = &mut self.gate {
-            self.root_pid = gate.take_notice().map_err(Error::criu_io("wait for CRIU"))?;
+            self.root = gate.take_root().map_err(Error::criu_io("wait for CRIU"))?;
             self.is_reached = true;
         }
         Ok(is_reached)
@@ -153,8 +154,8 @@ impl<'a> Connection<'a> {
 
     /// Fills the pages for which threads of a process wait. CRIU's code in the processes touches
     /// few pages before they run.
-    fn answer_faults(&self, process: &Process<'_>) -> Result<(), Error> {
-        let Process { memory, missing: Some(missing) } = process else { return Ok(()) };
+    fn answer_faults(&self, process: &Recipient<'_>) -> Result<(), Error> {
+        let Recipient { memory, missing: Some(missing) } = process else { return Ok(()) };
         while let Some(event) = missing.next().map_err(Error::criu_io("read a userfaultfd"))? {
             let address = match event {
                 MissingPagesEvent::Fault(address) => address,
@@ -178,22 +179,19 @@ impl<'a> Connection<'a> {
         Ok(())
     }
 
-    /// The ids here of all processes, once CRIU waits in the gate: `known`, or those of a
+    /// All processes, once CRIU waits in the gate: those with the `known` ids here, or those of a
     /// container.
-    pub(super) fn pids(&self, known: Option<&[i32]>) -> Result<Vec<i32>, Error> {
+    pub(super) fn all_processes(&self, known: Option<&[i32]>) -> Result<Vec<Process>, Error> {
         let unknown = || Error::criu_failed("restore a container", "it did not report the first process");
         match known {
-            Some(pids) => Ok(pids.to_vec()),
-            None => {
-                let tree = self.root_pid.map(below).ok_or_else(unknown)?;
-                Ok(tree.iter().map(|process| process.pid).collect())
-            }
+            Some(pids) => pids.iter().map(|&pid| attach::find(pid)).collect(),
+            None => self.root.map(below).ok_or_else(unknown),
         }
     }
 
-    /// The id here of the root process, once CRIU waits in the gate, if CRIU reports it.
-    pub(super) fn root_pid(&self) -> Option<i32> {
-        self.root_pid
+    /// The root process, once CRIU waits in the gate, if CRIU reports it.
+    pub(super) fn root(&self) -> Option<Process> {
+        self.root
     }
 
     /// The processes that have missing pages. CRIU must wait in the gate, so that they have their
@@ -207,7 +205,7 @@ impl<'a> Connection<'a> {
     pub(super) fn take_processes(&mut self) -> Result<Vec<(&'a ProcessMemory, Arc<MissingPages>)>, Error> {
         let processes = std::mem::take(&mut self.processes).into_iter();
         let incomplete = processes.filter(|process| !process.memory.delivered.is_empty());
-        let with_missing = |process: Process<'a>| {
+        let with_missing = |process: Recipient<'a>| {
             let missing = process.missing()?.clone();
             Ok((process.memory, missing))
         };
@@ -232,7 +230,7 @@ impl<'a> Connection<'a> {
     }
 }
 
-impl Process<'_> {
+impl Recipient<'_> {
     fn missing(&self) -> Result<&Arc<MissingPages>, Error> {
         self.missing.as_ref().ok_or_else(|| {
             let reason = format!("it sent no userfaultfd of process {}", self.memory.pid);

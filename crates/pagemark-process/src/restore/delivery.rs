@@ -22,7 +22,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use pagemark::repository::Manifest;
 use pagemark::store::Piece;
 use pagemark::{ByteCount, ContentId, Kind, PageNumber, Store};
-use pagemark_linux::proc::{Process, system};
+use pagemark_linux::proc::system;
 use pagemark_linux::userfaultfd::{MissingPages, probe_missing_pages};
 use pagemark_trace::RecordedPid;
 use pagemark_trace::error::{Error, ErrorKind};
@@ -182,9 +182,9 @@ pub(super) fn make_staged(prepared: Prepared, criu: &Criu, options: &RestoreOpti
         restoring.refuse();
         return Err(no_script());
     }
-    let root_pid = gate.take_notice().map_err(Error::criu_io("wait for CRIU"))?;
+    let root = gate.take_root().map_err(Error::criu_io("wait for CRIU"))?;
     let waiting = WaitingTree { gate: ReachedGate::without_connection(gate), restoring, _guard: None };
-    before_they_run(&directory, root_pid, options)?;
+    before_they_run(&directory, root, options)?;
     Ok(waiting)
 }
 
@@ -342,14 +342,14 @@ impl Server<'_, '_> {
             fill.join().map_err(|_| panicked())??;
             self.state.set_targets(None);
             if let Some(pids) = &self.leaving {
-                let pids = self.connection.pids(pids.as_deref())?;
-                self.guard = Some(Guard::start(&pids).map_err(Error::criu_io("start a guard"))?);
-                leaving::begin(&Process::find_all(&pids))?;
+                let processes = self.connection.all_processes(pids.as_deref())?;
+                self.guard = Some(Guard::start(&processes).map_err(Error::criu_io("start a guard"))?);
+                leaving::begin(&processes)?;
             }
             return Ok(true);
         }
         if self.connection.step()? {
-            before_they_run(&self.images.0, self.connection.root_pid(), self.images.1)?;
+            before_they_run(&self.images.0, self.connection.root(), self.images.1)?;
             self.state.set_targets(Some(self.connection.targets()?.into()));
         }
         Ok(false)

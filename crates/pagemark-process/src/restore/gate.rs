@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use nix::errno::Errno;
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use pagemark_linux::proc::Process;
 
 /// The program that executes the script.
 pub(super) const SHELL: &str = "/bin/sh";
@@ -68,9 +69,14 @@ impl Gate {
         self.reached.0.as_fd()
     }
 
-    /// Takes the notice that CRIU waits. Blocks until it does. Returns the id here of the root
-    /// process, if CRIU reports it.
-    pub(super) fn take_notice(&mut self) -> io::Result<Option<i32>> {
+    /// Takes the notice that CRIU waits. Blocks until it does. Returns the root process, if CRIU
+    /// reports it and it is there.
+    pub(super) fn take_root(&mut self) -> io::Result<Option<Process>> {
+        Ok(self.take_notice()?.and_then(|pid| Process::find(pid).ok()))
+    }
+
+    /// The same with the id here of the root process, as CRIU reports it.
+    fn take_notice(&mut self) -> io::Result<Option<i32>> {
         let mut notice = [0; 64];
         let length = self.reached.0.read(&mut notice)?;
         Ok(std::str::from_utf8(&notice[..length]).ok().and_then(|text| text.trim().parse().ok()))

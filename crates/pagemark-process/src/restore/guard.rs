@@ -198,12 +198,10 @@ impl Guard {
     /// Starts to guard the processes of a tree.
     ///
     /// # Errors
-    /// No process can be made, or a process of the tree is gone.
-    pub(super) fn start(pids: &[i32]) -> io::Result<Guard> {
+    /// No process can be made.
+    pub(super) fn start(processes: &[Process]) -> io::Result<Guard> {
         let members = Members::new()?;
-        for &pid in pids {
-            members.add(Process::find(pid)?);
-        }
+        processes.iter().for_each(|&process| members.add(process));
         let own_pid = std::process::id() as i32;
         let watched = if pidfd::OPEN.is_there() { Some(pidfd::open(own_pid, 0)?) } else { None };
         let ways_out = cgroups::ways_out();

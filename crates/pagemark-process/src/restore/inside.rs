@@ -20,7 +20,8 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::mount::{MntFlags, umount2};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{UnixAddr, getsockname};
-use pagemark_linux::{pidfd, proc};
+use pagemark_linux::pidfd;
+use pagemark_linux::proc::{self, Process};
 use pagemark_trace::error::{Error, Result};
 use pagemark_trace::identity::Identity;
 
@@ -214,18 +215,17 @@ impl Inside {
         if !poll(&mut reached, PollTimeout::ZERO).is_ok_and(|count| count > 0) {
             return Ok(());
         }
-        let root_pid = self.gate.take_notice().map_err(Error::criu_io("wait for CRIU"))?;
-        let root_pid = root_pid.ok_or_else(|| Error::criu_failed("restore a container", "it reported no process"))?;
+        let root = self.gate.take_root().map_err(Error::criu_io("wait for CRIU"))?;
+        let root = root.ok_or_else(|| Error::criu_failed("restore a container", "it reported no process"))?;
         match self.mounts.take() {
-            None => self.hand_over(root_pid)?,
+            None => self.hand_over(root)?,
             Some(mounts) => self.uncover(&mounts).map_err(super::io("take descriptors out of a container"))?,
         }
         self.gate.let_pass().map_err(Error::criu_io("let CRIU continue"))
     }
 
-    fn hand_over(&mut self, root_pid: i32) -> Result<()> {
-        let mounts =
-            mounts_of(root_pid).map_err(super::io("find the mounts of the container among what CRIU keeps"))?;
+    fn hand_over(&mut self, process: Process) -> Result<()> {
+        let mounts = mounts_of(process).map_err(super::io("find the mounts of the container among what CRIU keeps"))?;
         let root = in_mounts(&mounts, own_root).map_err(super::io("open the root directory"))?;
         let own_mounts = OwnMounts { mounts: &mounts, recorded: recorded(&self.images)? };
         let (holders, made) = (&self.holders, &mut self.made);
@@ -342,14 +342,14 @@ fn cover(mounts: &OwnedFd, directory: BorrowedFd<'_>) -> io::Result<()> {
 /// The mount namespace that CRIU has made for the container. No process is in it yet: CRIU keeps a
 /// descriptor of it in the queue of a socket, from which its processes take copies (`MSG_PEEK` at
 /// the offset `SO_PEEK_OFF`, which each sets before). They all wait now.
-fn mounts_of(root_pid: i32) -> io::Result<OwnedFd> {
+fn mounts_of(process: Process) -> io::Result<OwnedFd> {
     let missing = || io::Error::new(io::ErrorKind::NotFound, "this CRIU keeps them in another way");
     let mut kept = None;
-    for descriptor in proc::descriptors(root_pid)? {
+    for descriptor in proc::descriptors(process.pid)? {
         if !descriptor.link.starts_with(b"socket:") {
             continue;
         }
-        let socket = pidfd::duplicate(root_pid, descriptor.number)?;
+        let socket = pidfd::duplicate(process.pid, descriptor.number)?;
         let name = getsockname::<UnixAddr>(socket.as_raw_fd()).ok();
         if name.is_some_and(|name| name.as_abstract().is_some_and(|name| name.starts_with(STORE))) {
             kept = Some(UnixStream::from(socket));

@@ -76,7 +76,7 @@ pub(super) struct WaitingTree<'a> {
     guard: Guard,
     delivery: Delivery<'a>,
     /// The processes, if they leave their machines.
-    leaving: Option<Vec<i32>>,
+    leaving: Option<Vec<Process>>,
 }
 
 /// Has CRIU restore the processes up to the gate.
@@ -109,7 +109,7 @@ pub(super) fn make<'a>(
                 return Ok(false);
             }
             let step = connection.step().and_then(|is_reached| match is_reached {
-                true => before_they_run(&directory, connection.root_pid(), options)
+                true => before_they_run(&directory, connection.root(), options)
                     .and_then(|()| delivery.add(connection.take_processes()?))
                     .map(|()| true),
                 false => Ok(false),
@@ -130,9 +130,9 @@ pub(super) fn make<'a>(
             Err(error) => Err(failure.unwrap_or(error)),
         }
     })?;
-    let pids = connection.pids(known_pids.as_deref())?;
-    let guard = Guard::start(&pids).map_err(Error::criu_io("start a guard"))?;
-    let leaving = options.without_machine.then_some(pids);
+    let processes = connection.all_processes(known_pids.as_deref())?;
+    let guard = Guard::start(&processes).map_err(Error::criu_io("start a guard"))?;
+    let leaving = options.without_machine.then_some(processes);
     Ok(WaitingTree { gate: connection.take_gate()?, restoring, guard, delivery, leaving })
 }
 
@@ -158,7 +158,7 @@ impl WaitingTree<'_> {
                 let started = thread.spawn_scoped(scope, move || delivery.finish(work(delivery)));
                 started.map_err(Error::criu_io("start a thread"))?;
             }
-            leaving.as_deref().map_or(Ok(()), |pids| leaving::begin(&Process::find_all(pids)))?;
+            leaving.as_deref().map_or(Ok(()), leaving::begin)?;
             let _stream = gate.open()?;
             let mut is_killed = false;
             restoring.wait(&mut || {

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use nix::sys::stat::FileStat;
 use nix::unistd::geteuid;
 use pagemark_linux::access::Access;
+use pagemark_linux::proc::Process;
 use pagemark_linux::proc::mounts::Mount;
 use pagemark_trace::PidsHere;
 use pagemark_trace::error::{Error, Result};
@@ -67,19 +68,20 @@ pub(super) fn check(directory: &Path, root: &Path, options: &RestoreOptions) -> 
     mounts.recorded.iter().filter(|entry| entry.deleted == Some(true)).try_for_each(|entry| mounts.check_removed(entry))
 }
 
-/// Compares the mounts of the processes that CRIU restores from the images in `directory`, and that
-/// do not run yet, for whose users see `holders`, with those of the checkpoint.
+/// Compares the mounts of the processes below `process` that CRIU restores from the images in
+/// `directory`, and that do not run yet, for whose users see `holders`, with those of the
+/// checkpoint.
 ///
 /// # Errors
 /// A file or directory from outside is mounted that is another one, and that is not what the users'
 /// rights lead to, or something is mounted at another place of the container.
-pub(super) fn compare(directory: &Path, root_pid: i32, holders: &Holders, options: &RestoreOptions) -> Result<()> {
+pub(super) fn compare(directory: &Path, process: Process, holders: &Holders, options: &RestoreOptions) -> Result<()> {
     let Some(root) = root_of(&read_notes(directory)?, options.root.as_deref())? else { return Ok(()) };
     let Some(known) = Mounts::read(directory, &root, holders, options)? else { return Ok(()) };
     let mut permitted: Option<Vec<(PathBuf, Place)>> = None;
     let mut points: HashMap<PathBuf, usize> = HashMap::new();
     known.recorded.iter().for_each(|entry| *points.entry(point_of(entry)).or_default() += 1);
-    let pids: Vec<i32> = [root_pid].into_iter().chain(PidsHere::of_container(root_pid).of_all()).collect();
+    let pids: Vec<i32> = [process.pid].into_iter().chain(PidsHere::of_container(process).of_all()).collect();
     let failed = || super::io("read the mounts of a container");
     for namespace in namespaces(&pids).map_err(failed())? {
         let mounts = mounts_in(&namespace).map_err(failed())?;

@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, chown};
 use std::path::Path;
 
 use nix::unistd::geteuid;
-use pagemark_linux::proc;
+use pagemark_linux::proc::{self, Process};
 use pagemark_trace::PidsHere;
 use pagemark_trace::error::{Error, Object, Result};
 
@@ -16,11 +16,11 @@ use crate::criu::images::{ImageKind, read_all};
 use crate::criu::owners::Owner;
 
 /// Changes the owners of what processes have open that CRIU restores from the images in
-/// `directory`, and that do not run yet. `root_pid` is the id here of the root process.
+/// `directory`, and that do not run yet. `root` is the root process.
 ///
 /// # Errors
 /// The system refuses it.
-pub(super) fn give(directory: &Path, root_pid: Option<i32>) -> Result<()> {
+pub(super) fn give(directory: &Path, root: Option<Process>) -> Result<()> {
     let notes = read_notes(directory)?;
     if notes.owners.is_empty() || !geteuid().is_root() {
         return Ok(());
@@ -28,7 +28,7 @@ pub(super) fn give(directory: &Path, root_pid: Option<i32>) -> Result<()> {
     let path = directory.join("files.img");
     let entries: Vec<FileEntry> = read_all(&path, ImageKind::Files)?;
     let holders = Holders::read(directory, &entries)?;
-    let container = root_pid.filter(|_| notes.first_process.is_some());
+    let container = root.filter(|_| notes.first_process.is_some());
     let here = container.map_or_else(PidsHere::as_recorded, PidsHere::of_container);
     for entry in &entries {
         let of_pipe = entry.pipe.as_ref().map(|pipe| pipe.pipe_id);

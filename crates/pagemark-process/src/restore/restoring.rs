@@ -9,12 +9,11 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
-use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark_linux::proc::{Process, tree};
 use pagemark_trace::cgroups::{Joining, Memberships};
 use pagemark_trace::error::Error;
-use pagemark_trace::{PidsHere, RecordedPid, leaving};
+use pagemark_trace::{PidsHere, RecordedPid, attach, leaving};
 
 use super::attempt::{Attempt, Reached};
 use super::image_files::set_program;
@@ -56,6 +55,7 @@ struct RestoredIds {
     root_pid: i32,
     /// All, the root first.
     pids: Vec<i32>,
+    processes: Vec<Process>,
     here: PidsHere,
 }
 
@@ -146,10 +146,8 @@ impl Prepared {
             core.is_ok_and(|core| core.tc.is_some_and(|task| task.task_state == TASK_STOPPED))
         };
         let continued = self.pids().into_iter().filter(|&pid| !options.stopped && !was_stopped(pid));
-        for pid in continued.filter_map(|pid| here.get(pid)) {
-            // A process that has ended needs no signal.
-            let _ = kill(Pid::from_raw(pid), Signal::SIGCONT);
-        }
+        // A process that has ended needs no signal.
+        continued.filter_map(|pid| here.find(pid).ok()).for_each(|process| drop(process.signal(libc::SIGCONT)));
         Ok(())
     }
 
@@ -211,7 +209,7 @@ impl Restoring {
     pub(super) fn finish_restored(mut self) -> Result<Restored, Error> {
         let ids = self.ids()?;
         if let Err(error) = self.complete(&ids) {
-            self.attempt.undo(&ids.pids);
+            self.attempt.undo(&ids.processes);
             return Err(error);
         }
         self.opened.keep();
@@ -225,7 +223,7 @@ impl Restoring {
     /// Ends the processes of a CRIU that has ended without having waited in the gate.
     pub(super) fn refuse(mut self) {
         if let Ok(ids) = self.ids() {
-            self.attempt.undo(&ids.pids);
+            self.attempt.undo(&ids.processes);
         }
     }
 
@@ -233,12 +231,15 @@ impl Restoring {
     fn ids(&self) -> Result<RestoredIds, Error> {
         let prepared = &self.attempt.prepared;
         if let Some(pids) = prepared.pids_here() {
-            return Ok(RestoredIds { root_pid: self.attempt.root_pid.get(), pids, here: PidsHere::as_recorded() });
+            let (root_pid, processes) = (self.attempt.root_pid.get(), Process::find_all(&pids));
+            return Ok(RestoredIds { root_pid, pids, processes, here: PidsHere::as_recorded() });
         }
         let root_pid = prepared.read_root_pid()?;
         let members = tree::members(root_pid).unwrap_or_default();
-        let pids = members.iter().map(|member| member.process.pid).collect();
-        Ok(RestoredIds { root_pid, pids, here: PidsHere::of_container(root_pid) })
+        let processes: Vec<Process> = members.iter().map(|member| member.process).collect();
+        let pids = processes.iter().map(|process| process.pid).collect();
+        let here = PidsHere::of_container(attach::find(root_pid)?);
+        Ok(RestoredIds { root_pid, pids, processes, here })
     }
 
     /// Does what CRIU cannot do with the processes.
@@ -247,6 +248,6 @@ impl Restoring {
         if prepared.is_completed_stopped(&self.sockets) {
             prepared.complete_stopped(&self.sockets, &ids.here, &self.options)?;
         }
-        if self.options.without_machine { leaving::complete(&Process::find_all(&ids.pids)) } else { Ok(()) }
+        if self.options.without_machine { leaving::complete(&ids.processes) } else { Ok(()) }
     }
 }

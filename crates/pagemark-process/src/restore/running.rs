@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::wait::waitpid;
 use nix::unistd::{Pid, geteuid};
-use pagemark_linux::proc::{self, Process, Stat, Status, tree};
+use pagemark_linux::proc::{self, Process, Status, tree};
 
 use crate::terminal::Leader;
 
@@ -56,6 +56,16 @@ impl Running {
         }
     }
 
+    /// The child of this process, until it was waited for.
+    pub(super) fn process(&mut self) -> Option<Process> {
+        Process::find(self.child().id() as i32).ok()
+    }
+
+    /// The child of this process and all its descendants.
+    pub(super) fn below_child(&mut self) -> Vec<Process> {
+        self.process().map(below).unwrap_or_default()
+    }
+
     /// Whether CRIU has succeeded; None while it runs.
     pub(super) fn try_wait(&mut self) -> std::io::Result<Option<bool>> {
         match self {
@@ -73,7 +83,9 @@ impl Running {
 
     /// Kills CRIU, and what the leader of the session has begun.
     pub(super) fn end(&mut self) {
-        if let Some(leader) = self.leader() {
+        if matches!(self, Running::Leader(_))
+            && let Some(leader) = self.process()
+        {
             wait_for_end(&kill_with_descendants(|| below(leader)));
         }
         let _ = self.child().kill();
@@ -81,16 +93,19 @@ impl Running {
     }
 }
 
-/// A process and all its descendants; of a zombie, itself alone.
-pub(super) fn below(pid: i32) -> Vec<Process> {
-    let members = tree::members(pid).unwrap_or_default();
-    let descendants = members.iter().map(|member| member.process).filter(|member| member.pid != pid);
-    Process::find(pid).into_iter().chain(descendants).collect()
+/// A process and all its descendants; of a zombie, itself alone. None once it is gone.
+pub(super) fn below(process: Process) -> Vec<Process> {
+    let members = tree::members(process.pid).unwrap_or_default();
+    if process.stat().is_none() {
+        return Vec::new();
+    }
+    let descendants = members.iter().map(|member| member.process).filter(|member| *member != process);
+    [process].into_iter().chain(descendants).collect()
 }
 
 /// The children of this process.
-pub(super) fn own_children() -> Vec<i32> {
-    proc::children(std::process::id() as i32).unwrap_or_default()
+pub(super) fn own_children() -> Vec<Process> {
+    Process::find_all(&proc::children(std::process::id() as i32).unwrap_or_default())
 }
 
 /// What a restore has begun as a child of this process.
@@ -100,19 +115,20 @@ pub(super) enum Begun {
     /// The first process of a container, which has any id.
     Container {
         /// The children that this process had before.
-        others: Vec<i32>,
+        others: Vec<Process>,
     },
 }
 
 impl Begun {
     /// The root process, if it was restored as a child of this process.
-    pub(super) fn child(&self) -> Option<i32> {
+    pub(super) fn child(&self) -> Option<Process> {
         match self {
             Begun::Process(pid) => {
-                Stat::read(*pid).ok().filter(|stat| stat.parent_pid == std::process::id() as i32).map(|_| *pid)
+                let process = Process::find(*pid).ok()?;
+                process.stat().filter(|stat| stat.parent_pid == std::process::id() as i32).map(|_| process)
             }
             Begun::Container { others } => own_children().into_iter().find(|child| {
-                !others.contains(child) && Status::read(*child).is_ok_and(|status| status.is_first_of_container())
+                !others.contains(child) && Status::read(child.pid).is_ok_and(|status| status.is_first_of_container())
             }),
         }
     }
@@ -125,9 +141,9 @@ impl Begun {
     /// Kills what is left of a failed restore whose root is a child of this process, and waits for
     /// the end of the root, so that its id is free again.
     pub(super) fn end(&self) {
-        let Some(root_pid) = self.child() else { return };
-        wait_for_end(&kill_with_descendants(|| below(root_pid)));
-        let _ = waitpid(Pid::from_raw(root_pid), None);
+        let Some(root) = self.child() else { return };
+        wait_for_end(&kill_with_descendants(|| below(root)));
+        let _ = waitpid(Pid::from_raw(root.pid), None);
     }
 }
 
@@ -195,10 +211,10 @@ pub(super) fn wait_for_end(processes: &[Process]) {
 }
 
 /// The function of the kernel in which a process waits, in words.
-pub(super) fn wait_of(pid: i32) -> Option<String> {
-    let stat = Stat::read(pid).ok()?;
-    let activity = proc::activity(pid)?;
-    Some(format!("process {pid} ({}) is in {activity}", stat.command))
+pub(super) fn wait_of(process: Process) -> Option<String> {
+    let stat = process.stat()?;
+    let activity = proc::activity(process.pid)?;
+    Some(format!("process {} ({}) is in {activity}", process.pid, stat.command))
 }
 
 #[cfg(test)]
@@ -226,7 +242,7 @@ mod tests {
             while left().len() < 10 {
                 std::thread::sleep(WAIT_POLL);
             }
-            wait_for_end(&kill_with_descendants(|| below(shell.id() as i32)));
+            wait_for_end(&kill_with_descendants(|| Process::find(shell.id() as i32).map(below).unwrap_or_default()));
             shell.wait().unwrap();
             assert_eq!(left(), Vec::<i32>::new());
         }

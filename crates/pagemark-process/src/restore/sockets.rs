@@ -24,7 +24,6 @@ use nix::unistd::{Gid, Uid, UnlinkatFlags, fchownat, geteuid, unlinkat};
 use pagemark::ByteCount;
 use pagemark_linux::pidfd;
 use pagemark_linux::proc::{self, Process, maps};
-use pagemark_trace::attach;
 use pagemark_trace::error::{Error, Object, Result};
 use pagemark_trace::identity::Identity;
 use pagemark_trace::inject::{self, Call};
@@ -364,48 +363,48 @@ impl Own {
     }
 
     fn put_back(&self, here: &PidsHere) -> Result<()> {
-        let pid = here.find(self.holder.pid)?;
+        let process = here.find(self.holder.pid)?;
         if self.binds
             && self.is_roots
-            && let Some(place) = Place::of_user(pid, self).map_err(|error| self.not_bound(pid, error))?
+            && let Some(place) = Place::of_user(process, self).map_err(|error| self.not_bound(process, error))?
         {
-            return self.put_back_at(pid, place, here);
+            return self.put_back_at(process, place, here);
         }
-        let room = self.binds.then(|| Room::new(pid, self)).transpose()?;
+        let room = self.binds.then(|| Room::new(process, self)).transpose()?;
         let mut undo = Vec::new();
-        let done = self.put_back_in(pid, room.as_ref(), here, &mut undo);
+        let done = self.put_back_in(process, room.as_ref(), here, &mut undo);
         let undone = match &room {
             Some(room) => undo.iter().rev().try_for_each(|undo| room.undo(self, undo)),
             None => Ok(()),
         };
-        done.and_then(|()| undone.map_err(|error| self.not_bound(pid, error)))
+        done.and_then(|()| undone.map_err(|error| self.not_bound(process, error)))
     }
 
-    fn put_back_in(&self, pid: i32, room: Option<&Room>, here: &PidsHere, undo: &mut Vec<Undo>) -> Result<()> {
-        let not_bound = |error| self.not_bound(pid, error);
+    fn put_back_in(&self, process: Process, room: Option<&Room>, here: &PidsHere, undo: &mut Vec<Undo>) -> Result<()> {
+        let not_bound = |error| self.not_bound(process, error);
         if let Some(room) = room {
             self.bind(room, undo).map_err(not_bound)?;
             if self.is_removed {
                 undo.push(Undo::Name);
             }
-            self.set_owner(pid)
+            self.set_owner(process)
                 .map_err(Error::system("set the owner of", Object::File(self.path())))
                 .map_err(not_bound)?;
         }
-        self.listen(pid)?;
+        self.listen(process)?;
         self.clients.iter().try_for_each(|client| self.connect(here.find(client.pid)?, client.number))
     }
 
     /// Puts the socket of a process of root back in the directory of a user.
-    fn put_back_at(&self, pid: i32, mut place: Place, here: &PidsHere) -> Result<()> {
-        let done = self.put_back_in_place(pid, &mut place, here);
-        let undone = place.undo().map_err(|error| self.not_bound(pid, error));
+    fn put_back_at(&self, process: Process, mut place: Place, here: &PidsHere) -> Result<()> {
+        let done = self.put_back_in_place(process, &mut place, here);
+        let undone = place.undo().map_err(|error| self.not_bound(process, error));
         done.and(undone)
     }
 
-    fn put_back_in_place(&self, pid: i32, place: &mut Place, here: &PidsHere) -> Result<()> {
-        place.bind(self, pid).map_err(|error| self.not_bound(pid, error))?;
-        self.listen(pid)?;
+    fn put_back_in_place(&self, process: Process, place: &mut Place, here: &PidsHere) -> Result<()> {
+        place.bind(self, process).map_err(|error| self.not_bound(process, error))?;
+        self.listen(process)?;
         let (of_root, others): (Vec<&Client>, Vec<&Client>) = self.clients.iter().partition(|client| client.is_roots);
         for client in of_root {
             let client_here = here.find(client.pid)?;
@@ -415,23 +414,22 @@ impl Own {
                     .map_err(|error| self.not_bound(client_here, error))?,
                 true => {
                     self.connect(client_here, client.number)?;
-                    place::check_listener(client_here, client.number, pid)
+                    place::check_listener(client_here, client.number, process)
                         .map_err(|error| self.not_bound(client_here, error))?;
                 }
             }
         }
         if let Some(permissions) = &self.permissions {
-            place.set_owner(permissions).map_err(|error| self.not_bound(pid, error))?;
+            place.set_owner(permissions).map_err(|error| self.not_bound(process, error))?;
         }
         others.into_iter().try_for_each(|client| self.connect(here.find(client.pid)?, client.number))
     }
 
-    fn listen(&self, pid: i32) -> Result<()> {
+    fn listen(&self, process: Process) -> Result<()> {
         let Some(backlog) = self.backlog else { return Ok(()) };
         let arguments = [self.number.into(), backlog.into(), 0, 0, 0, 0];
-        let listening = attach::find(pid)
-            .and_then(|process| inject::system_calls(process, vec![Call { number: libc::SYS_listen, arguments }]));
-        listening.map_err(|error| self.not_bound(pid, error))
+        let listening = inject::system_calls(process, vec![Call { number: libc::SYS_listen, arguments }]);
+        listening.map_err(|error| self.not_bound(process, error))
     }
 
     /// Binds the socket. What has to be undone when its clients are connected is added to `undo`.
@@ -439,7 +437,7 @@ impl Own {
         let bind = Call { number: libc::SYS_bind, arguments: [self.number.into(), room.at, room.length, 0, 0, 0] };
         // By the mask, because the path may lead to another file once the socket is bound.
         let mask = |mask: u32| Call { number: libc::SYS_umask, arguments: [mask.into(), 0, 0, 0, 0, 0] };
-        let own_mask = mask_of(room.process.pid)?;
+        let own_mask = mask_of(room.process)?;
         let masked = self.permissions.as_ref().map_or(own_mask, |permissions| !permissions.mode & 0o777);
         let bind = || {
             let bound = room.call(self, &[mask(masked), bind]);
@@ -456,7 +454,7 @@ impl Own {
                 undo.push(Undo::Aside(self.put_aside(room)?));
                 bind()
             }
-            Some(libc::EADDRINUSE) if self.remove(room.process.pid).unwrap_or(false) => bind(),
+            Some(libc::EADDRINUSE) if self.remove(room.process).unwrap_or(false) => bind(),
             _ => bound,
         }
     }
@@ -493,21 +491,21 @@ impl Own {
     /// Gives the file at the path the owner and group that it had: with the rights of the user
     /// whose process has bound it, or with those of root if nobody else can have put another file
     /// there.
-    fn set_owner(&self, pid: i32) -> io::Result<()> {
+    fn set_owner(&self, process: Process) -> io::Result<()> {
         let Some(FilePermissionsEntry { uid, gid, .. }) = self.permissions.as_ref().filter(|_| !self.is_removed) else {
             return Ok(());
         };
-        let root = std::fs::File::open(proc::path(pid, "root"))?;
+        let root = std::fs::File::open(proc::path(process.pid, "root"))?;
         let Ok(found) = find(root.as_fd(), &self.path()) else { return Ok(()) };
         let is_socket = found.stat.st_mode & libc::S_IFMT == libc::S_IFSOCK;
         if !is_socket || (found.stat.st_uid, found.stat.st_gid) == (*uid, *gid) {
             return Ok(());
         }
-        let identity = Identity::of_process(pid)?;
+        let identity = Identity::of_process(process.pid)?;
         if identity.is_root() && !found.is_roots_choice() {
             // By the socket itself, whatever is at the path.
             let (owner, group) = (Uid::from_raw(*uid), Gid::from_raw(*gid));
-            let file = place::file_of(&pidfd::duplicate(pid, self.number as i32)?)?;
+            let file = place::file_of(&pidfd::duplicate(process.pid, self.number as i32)?)?;
             return Ok(fchownat(&file, "", Some(owner), Some(group), AtFlags::AT_EMPTY_PATH)?);
         }
         let changed = identity.run(|| {
@@ -523,12 +521,12 @@ impl Own {
 
     /// Removes the socket that is at the path, with the rights of the user of the process. False if
     /// there is none.
-    fn remove(&self, pid: i32) -> io::Result<bool> {
+    fn remove(&self, process: Process) -> io::Result<bool> {
         let path = self.path();
         let Some((parent, name)) = path.parent().zip(path.file_name()) else { return Ok(false) };
-        let root = std::fs::File::open(proc::path(pid, "root"))?;
+        let root = std::fs::File::open(proc::path(process.pid, "root"))?;
         let Ok(parent) = find_directory(root.as_fd(), parent) else { return Ok(false) };
-        let identity = Identity::of_process(pid)?;
+        let identity = Identity::of_process(process.pid)?;
         identity.run(|| {
             let found = match fstatat(&parent.file, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
                 Err(Errno::ENOENT) => return Ok(false),
@@ -551,7 +549,7 @@ impl Own {
     }
 
     /// Connects a socket of a process again.
-    fn connect(&self, client: i32, descriptor: u32) -> Result<()> {
+    fn connect(&self, client: Process, descriptor: u32) -> Result<()> {
         let name = self.name_from_root();
         let address = Own { name, directory: None, clients: Vec::new(), permissions: None, ..*self };
         let room = Room::new(client, &address)?;
@@ -560,7 +558,8 @@ impl Own {
         connected.map_err(|error| self.not_bound(client, error))
     }
 
-    fn not_bound(&self, pid: i32, error: Error) -> Error {
+    fn not_bound(&self, process: Process, error: Error) -> Error {
+        let pid = process.pid;
         let user = proc::Credentials::read(pid).map_or(0, |credentials| credentials.uids[1]);
         let cause = error.io_error().and_then(io::Error::raw_os_error).map(io::Error::from_raw_os_error);
         let refused = in_the_way(
@@ -575,9 +574,9 @@ impl Own {
 }
 
 /// The mask of a process for the permissions of new files.
-fn mask_of(pid: i32) -> Result<u32> {
-    let failed = |error: io::Error| Error::system("read the mask of", Object::Process(pid))(error);
-    let status = std::fs::read_to_string(proc::path(pid, "status")).map_err(failed)?;
+fn mask_of(process: Process) -> Result<u32> {
+    let failed = |error: io::Error| Error::system("read the mask of", Object::Process(process.pid))(error);
+    let status = std::fs::read_to_string(proc::path(process.pid, "status")).map_err(failed)?;
     let mask = status.lines().find_map(|line| line.strip_prefix("Umask:"));
     let mask = mask.and_then(|mask| u32::from_str_radix(mask.trim(), 8).ok());
     mask.ok_or_else(|| failed(io::ErrorKind::InvalidData.into()))
@@ -612,16 +611,15 @@ struct Room {
 }
 
 impl Room {
-    fn new(pid: i32, own: &Own) -> Result<Room> {
-        let failed = |error: io::Error| Error::system("write into", Object::Process(pid))(error);
-        let process = attach::find(pid)?;
-        let at = free_range(pid).map_err(failed)?;
+    fn new(process: Process, own: &Own) -> Result<Room> {
+        let failed = |error: io::Error| Error::system("write into", Object::Process(process.pid))(error);
+        let at = free_range(process).map_err(failed)?;
         let protection = (libc::PROT_READ | libc::PROT_WRITE) as u64;
         let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
         let map = Call { number: libc::SYS_mmap, arguments: [at, ROOM, protection, flags, u64::MAX, 0] };
         inject::system_calls(process, vec![map])?;
         let room = Room { process, at, length: 2 + own.name.len() as u64 };
-        let memory = proc::open_memory_for_writing(pid).map_err(failed)?;
+        let memory = proc::open_memory_for_writing(process.pid).map_err(failed)?;
         memory.write_all_at(&address(&own.name), at).map_err(failed)?;
         memory.write_all_at(path_in(&own.name), at + PATH_AT).map_err(failed)?;
         if let Some(there) = &own.directory {
@@ -706,8 +704,8 @@ impl Drop for Room {
 }
 
 /// An address at which a stopped process has nothing, with room on both sides.
-fn free_range(pid: i32) -> io::Result<u64> {
-    let mappings = maps::read(pid)?;
+fn free_range(process: Process) -> io::Result<u64> {
+    let mappings = maps::read(process.pid)?;
     let room = ByteCount::new(3 * ROOM);
     let gap = mappings.windows(2).find(|pair| pair[1].start - pair[0].end > room);
     let after = gap.map(|pair| pair[0].end.get() + ROOM);

@@ -14,8 +14,8 @@ use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socket, sockopt};
 use pagemark::Store;
 use pagemark::repository::Manifest;
-use pagemark_linux::proc;
 use pagemark_linux::proc::descriptors::{InetSocket, parse_inet_sockets, parse_unix_sockets};
+use pagemark_linux::proc::{self, Process};
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 
 use crate::criu::images::schema::{
@@ -63,7 +63,7 @@ fn check_terminals(directory: &Path) -> Result<()> {
         let path = PathBuf::from(format!("/dev/pts/{number}"));
         if path.exists() {
             let reason = match holder_of_terminal(number, &path) {
-                Some(pid) => format!("is in use by {}", describe(pid)),
+                Some(process) => format!("is in use by {}", describe(process)),
                 None => "is in use".into(),
             };
             let error = Error::about(ErrorKind::InTheWay, Object::File(path), reason);
@@ -74,18 +74,18 @@ fn check_terminals(directory: &Path) -> Result<()> {
 }
 
 /// The process that has the other end of a pseudo-terminal, or else one that has the terminal.
-fn holder_of_terminal(number: u32, path: &Path) -> Option<i32> {
-    let processes = proc::processes().ok()?;
+fn holder_of_terminal(number: u32, path: &Path) -> Option<Process> {
+    let processes = Process::find_all(&proc::processes().ok()?);
     let has_master = |descriptor: &proc::descriptors::Descriptor| {
         descriptor.link.ends_with(b"/ptmx")
             && descriptor.info().is_ok_and(|info| info.number::<u32>("tty-index") == Some(number))
     };
     let has_slave = |descriptor: &proc::descriptors::Descriptor| descriptor.link == path.as_os_str().as_bytes();
-    let holds = |pid: i32, is_end: &dyn Fn(&proc::descriptors::Descriptor) -> bool| {
-        proc::descriptors(pid).unwrap_or_default().iter().any(is_end)
+    let holds = |process: &Process, is_end: &dyn Fn(&proc::descriptors::Descriptor) -> bool| {
+        proc::descriptors(process.pid).unwrap_or_default().iter().any(is_end)
     };
     let of = |is_end: &dyn Fn(&proc::descriptors::Descriptor) -> bool| {
-        processes.iter().copied().find(|pid| holds(*pid, is_end))
+        processes.iter().copied().find(|process| holds(process, is_end))
     };
     of(&has_master).or_else(|| of(&has_slave))
 }
@@ -195,7 +195,7 @@ fn check_port(entry: &InetSocketEntry) -> Result<()> {
         Err(Errno::EADDRINUSE) => Err(in_the_way(
             format!("{protocol} port {} ({address})", address.port()),
             match holder_of_port(protocol, address.port()) {
-                Some(pid) => format!("is in use by {}", describe(pid)),
+                Some(process) => format!("is in use by {}", describe(process)),
                 None => "is in use".into(),
             },
         )),
@@ -263,7 +263,7 @@ fn socket_address(family: u32, words: &[u32], port: u32) -> Option<SocketAddr> {
 }
 
 /// A process with a socket that is bound to the port, in this process's network.
-fn holder_of_port(protocol: &str, port: u16) -> Option<i32> {
+fn holder_of_port(protocol: &str, port: u16) -> Option<Process> {
     // Connections of a server that has ended do not hold its port.
     let holds = |socket: &InetSocket| socket.local.port() == port && [TCP_LISTEN, TCP_CLOSE].contains(&socket.state);
     let mut inodes = HashSet::new();
@@ -275,12 +275,12 @@ fn holder_of_port(protocol: &str, port: u16) -> Option<i32> {
 }
 
 /// A process that has a socket with one of these inodes.
-fn holder_of_socket(inodes: &HashSet<u64>) -> Option<i32> {
+fn holder_of_socket(inodes: &HashSet<u64>) -> Option<Process> {
     if inodes.is_empty() {
         return None;
     }
-    proc::processes().ok()?.into_iter().find(|pid| {
-        let mut descriptors = proc::descriptors(*pid).unwrap_or_default().into_iter();
+    Process::find_all(&proc::processes().ok()?).into_iter().find(|process| {
+        let mut descriptors = proc::descriptors(process.pid).unwrap_or_default().into_iter();
         descriptors.any(|descriptor| descriptor.socket_inode().is_some_and(|inode| inodes.contains(&inode)))
     })
 }
@@ -342,7 +342,8 @@ fn in_the_way(what: String, reason: String) -> Error {
     Error::about(ErrorKind::InTheWay, Object::None, format!("{what} {reason}"))
 }
 
-fn describe(pid: i32) -> String {
+fn describe(process: Process) -> String {
+    let pid = process.pid;
     let command = proc::command_line(pid).unwrap_or_default().replace(|c: char| c.is_control(), "?");
     format!("process {pid} ({command})")
 }

@@ -18,7 +18,8 @@ use nix::sched::{CloneFlags, unshare};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use nix::sys::stat::{FileStat, Mode, fstat, fstatat, mkdirat, umask};
 use nix::unistd::{Gid, Uid, UnlinkatFlags, chdir, chroot, fchdir, fchownat, unlinkat};
-use pagemark_linux::{pidfd, proc};
+use pagemark_linux::pidfd;
+use pagemark_linux::proc::{self, Process};
 use pagemark_trace::error::{Error, Object, Result};
 use pagemark_trace::identity::Identity;
 
@@ -89,12 +90,12 @@ fn find_above(root: &OwnedFd, path: &Path) -> std::result::Result<(Found, Vec<Os
 }
 
 impl Place {
-    /// The place of a socket of process `pid` of root. None if no user can change it.
-    pub(super) fn of_user(pid: i32, own: &Own) -> Result<Option<Place>> {
+    /// The place of a socket of a process of root. None if no user can change it.
+    pub(super) fn of_user(process: Process, own: &Own) -> Result<Option<Place>> {
         let path = own.path();
-        let root = std::fs::File::open(proc::path(pid, "root"))
+        let root = std::fs::File::open(proc::path(process.pid, "root"))
             .and_then(|root| Ok(open_at(root.as_fd(), std::ffi::OsStr::new("."))?))
-            .map_err(Error::system("open the root directory of", Object::Process(pid)))?;
+            .map_err(Error::system("open the root directory of", Object::Process(process.pid)))?;
         let (found, missing) = find_above(&root, &path).map_err(|lost| lost.error(&path))?;
         let uid =
             match found.changer().map_err(Error::system("examine the directory of", Object::File(path.clone())))? {
@@ -117,13 +118,14 @@ impl Place {
     }
 
     /// Binds the socket, as the user.
-    pub(super) fn bind(&mut self, own: &Own, pid: i32) -> Result<()> {
-        let mask = mask_of(pid)?;
-        self.bind_with(own, pid, mask).map_err(Error::system("bind a socket of", Object::Process(pid)))
+    pub(super) fn bind(&mut self, own: &Own, process: Process) -> Result<()> {
+        let mask = mask_of(process)?;
+        let failed = Error::system("bind a socket of", Object::Process(process.pid));
+        self.bind_with(own, process, mask).map_err(failed)
     }
 
-    fn bind_with(&mut self, own: &Own, pid: i32, mask: u32) -> io::Result<()> {
-        let socket = pidfd::duplicate(pid, own.number as i32)?;
+    fn bind_with(&mut self, own: &Own, process: Process, mask: u32) -> io::Result<()> {
+        let socket = pidfd::duplicate(process.pid, own.number as i32)?;
         if own.is_removed {
             self.make_directories()?;
         }
@@ -133,7 +135,7 @@ impl Place {
             Err(error) if error.raw_os_error() == Some(libc::EADDRINUSE) => {
                 if own.is_removed {
                     // What is there now is not this socket, and comes back.
-                    self.put_aside(pid)?;
+                    self.put_aside(process)?;
                 } else {
                     self.remove_socket()?;
                 }
@@ -154,9 +156,9 @@ impl Place {
     }
 
     /// Connects a socket of process `client` of root, which sends datagrams, as the user.
-    pub(super) fn connect(&self, own: &Own, client: i32, number: u32) -> Result<()> {
+    pub(super) fn connect(&self, own: &Own, client: Process, number: u32) -> Result<()> {
         let connect = || -> io::Result<()> {
-            let socket = pidfd::duplicate(client, number as i32)?;
+            let socket = pidfd::duplicate(client.pid, number as i32)?;
             let there = address(&own.name_from_root());
             self.inside(0o777, || call(libc::connect, &socket, &there))?;
             // A socket of the system's has another name, wherever the path leads.
@@ -165,7 +167,7 @@ impl Place {
                 false => Err(io::Error::other("its path was led elsewhere meanwhile")),
             }
         };
-        connect().map_err(Error::system("connect a socket of", Object::Process(client)))
+        connect().map_err(Error::system("connect a socket of", Object::Process(client.pid)))
     }
 
     /// Gives the bound file its owner and permissions.
@@ -235,10 +237,10 @@ impl Place {
     }
 
     /// Renames what has the name.
-    fn put_aside(&mut self, pid: i32) -> io::Result<()> {
+    fn put_aside(&mut self, process: Process) -> io::Result<()> {
         for number in 0..TRIED_NAMES {
             let mut aside = self.name.clone();
-            aside.push(format!(".pagemark-{pid}.{number}"));
+            aside.push(format!(".pagemark-{}.{number}", process.pid));
             match self.rename(&self.name, &aside) {
                 Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {}
                 renamed => {
@@ -287,14 +289,14 @@ impl Place {
 }
 
 /// Fails unless a socket of process `client` was accepted, or waits to be, by process `listener`.
-pub(super) fn check_listener(client: i32, number: u32, listener: i32) -> Result<()> {
+pub(super) fn check_listener(client: Process, number: u32, listener: Process) -> Result<()> {
     let connected = || -> io::Result<i32> {
-        let socket = pidfd::duplicate(client, number as i32)?;
+        let socket = pidfd::duplicate(client.pid, number as i32)?;
         Ok(getsockopt(&socket, PeerCredentials)?.pid())
     };
-    let failed = Error::system("find the peer of a socket of", Object::Process(client));
+    let failed = Error::system("find the peer of a socket of", Object::Process(client.pid));
     match connected() {
-        Ok(pid) if pid == listener => Ok(()),
+        Ok(pid) if pid == listener.pid => Ok(()),
         Ok(_) => Err(failed(io::Error::other("its path was led elsewhere meanwhile"))),
         Err(error) => Err(failed(error)),
     }
