@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use pagemark_linux::room;
 
-use super::pack::{IdMap, MAX_PIECE_BYTES, RECORD_HEADER_BYTES, ReadBase, decode_base, decode_record};
+use super::pack::{IdMap, RECORD_HEADER_BYTES, ReadBase, decode_base, decode_record};
 use super::table::Entry;
 use super::{Inner, delta, locked};
 use crate::store::{Piece, Visit};
@@ -17,6 +17,9 @@ use crate::{ContentId, Error, PAGE_SIZE};
 const BATCH_RECORDS: usize = if cfg!(test) { 4 } else { 64 };
 /// Maximum of the bytes of a pack that a batch covers, unless the batch is a single record.
 const BATCH_BYTES: u64 = 512 << 10;
+/// Maximum of the content that a batch holds. Pages and nodes stay far below it; longer pieces are
+/// read one by one, so that no pack makes the threads hold many of them.
+const BATCH_CONTENT_BYTES: usize = 1 << 20;
 /// Records with a longer gap between them are in different batches.
 const MAX_GAP_BYTES: u64 = 32 << 10;
 /// Batches that the storage reads ahead of the threads.
@@ -174,8 +177,8 @@ impl ReadBase for Bases {
 }
 
 /// Reads the part of a pack that has the records of entries, which are in ascending order. Returns
-/// it and its offset in the pack; none if it cannot be read, or if an entry names a record that is
-/// longer than any.
+/// it and its offset in the pack; none if it cannot be read, or if it is longer than a batch,
+/// because an entry is wrong or a record is long.
 fn read_stored<'b>(
     inner: &Inner,
     entries: &[Located],
@@ -184,7 +187,7 @@ fn read_stored<'b>(
     let Some((first, _)) = entries.first() else { return Ok(None) };
     let start = u64::from(first.offset);
     let length = (end_of_all(entries) - start) as usize;
-    if length > RECORD_HEADER_BYTES + MAX_PIECE_BYTES {
+    if length > BATCH_BYTES as usize {
         return Ok(None);
     }
     if buffer.len() < length {
@@ -219,8 +222,8 @@ impl Inner {
     /// Reads `ids`, none of which is zero, and passes the content to `visit`.
     pub(super) fn read_many(&self, ids: &[ContentId], visit: Visit<'_>) -> Result<(), Error> {
         let plan = Plan::new(self, ids)?;
-        let reading =
-            Reading { inner: self, plan: &plan, visit, next_job: AtomicUsize::new(0), failure: Mutex::default() };
+        let (next_job, failure, single) = (AtomicUsize::new(0), Mutex::default(), Mutex::default());
+        let reading = Reading { inner: self, plan: &plan, visit, next_job, failure, single };
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let thread_count = processors.min(MAX_THREADS).min(plan.job_count());
         let helpers = thread_count.saturating_sub(1);
@@ -244,6 +247,9 @@ struct Reading<'a> {
     visit: Visit<'a>,
     next_job: AtomicUsize,
     failure: Mutex<Option<Error>>,
+    /// Held while a piece is read by itself. Such a piece may be as long as any, and only one at a
+    /// time is in memory.
+    single: Mutex<()>,
 }
 
 /// The buffers of a thread.
@@ -305,7 +311,10 @@ impl Reading<'_> {
         let mut used = 0;
         for (entry, wanted) in entries {
             let record = stored.and_then(|(stored, start)| record_of(entry, stored, start));
-            let decoded = record.map(|record| decode_record(record, &self.inner.format.key, entry, raw, used, bases));
+            let decoded = record.map(|record| {
+                let place = used..BATCH_CONTENT_BYTES;
+                decode_record(record, &self.inner.format.key, entry, raw, place, bases)
+            });
             match decoded {
                 Some(Ok(length)) => {
                     let positions = self.plan.wanted[*wanted].positions.clone();
@@ -314,7 +323,8 @@ impl Reading<'_> {
                     }
                     used += length;
                 }
-                // Another copy may be intact, and a read of the single piece has the right error.
+                // It may be too long for a batch, another copy may be intact, and a read of the
+                // single piece has the right error.
                 Some(Err(_)) | None => failed.push(*wanted),
             }
         }
@@ -331,6 +341,7 @@ impl Reading<'_> {
 
     /// Reads one piece, wherever an intact copy is.
     fn read_single(&self, wanted: usize) -> Result<ControlFlow<()>, Error> {
+        let _alone = locked(&self.single);
         let Wanted { id, positions } = &self.plan.wanted[wanted];
         let raw = self.inner.get(*id)?;
         let piece = |&position: &usize| Piece { position, bytes: 0..raw.len() };

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::delta::{self, BASE_ID_BYTES};
@@ -222,18 +223,24 @@ pub(super) fn read_base_id(source: &dyn ReadAt, key: &[u8; 32], entry: &Entry) -
         .ok_or_else(|| damaged(entry, "it is no change of a page"))
 }
 
-/// Decodes a record, checks it, and writes its content into `raw` from `at` on. `raw` is extended
-/// if it is too short. Returns the length of the content.
+/// Decodes a record, checks it, and writes its content into `raw` from the start of `place` on.
+/// `raw` is extended if it is too short. Returns the length of the content.
+///
+/// # Errors
+/// [`ErrorKind::TooLarge`] if the content does not fit into `place`; [`ErrorKind::Damaged`]
 pub(super) fn decode_record(
     stored: &[u8],
     key: &[u8; 32],
     entry: &Entry,
     raw: &mut Vec<u8>,
-    at: usize,
+    place: Range<usize>,
     bases: &dyn ReadBase,
 ) -> Result<usize, Error> {
     let header = checked_header(stored, key, entry)?;
-    let length = header.raw_bytes as usize;
+    let (at, length) = (place.start, header.raw_bytes as usize);
+    if length > place.len() {
+        return Err(Error::too_large(length, place.len()));
+    }
     if raw.len() < at + length {
         raw.resize(at + length, 0);
     }

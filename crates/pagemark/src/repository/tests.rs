@@ -303,6 +303,42 @@ fn many_pieces_are_read_at_once() {
     assert_eq!(error.kind(), ErrorKind::Missing);
 }
 
+/// Records of zeros are short, however long the content is.
+#[test]
+fn of_long_pieces_only_one_is_held_at_a_time() {
+    const PIECE_BYTES: usize = 3 << 20;
+    let (bed, repository, _) = example(Kept::InMemory, 0);
+    let mut writer = repository.writer("a test", Duration::ZERO).unwrap();
+    let content_of = |number: u8| {
+        let mut content = vec![0; PIECE_BYTES];
+        content[0] = number;
+        content
+    };
+    let put = |number| writer.put(Kind::Manifest, &content_of(number)).unwrap();
+    let ids: Vec<ContentId> = (1..20).map(put).collect();
+    let sequence = writer.commit(manifest("long", ContentId::ZERO, 0)).unwrap().sequence;
+    let checkpoint = bed.open().read("long", sequence).unwrap();
+    // The bytes that threads hold now, and the most at a time; the pieces.
+    let state = Mutex::new((0, 0, BTreeSet::new()));
+    let visit = |pieces: &[crate::store::Piece], content: &[u8]| {
+        let mut held = state.lock().unwrap();
+        held.0 += content.len();
+        held.1 = held.1.max(held.0);
+        drop(held);
+        for piece in pieces {
+            let number = piece.position as u8 + 1;
+            assert_oracle!(content[piece.bytes.clone()] == content_of(number), "piece {number} differs");
+            assert!(state.lock().unwrap().2.insert(number), "visited twice");
+        }
+        state.lock().unwrap().0 -= content.len();
+        std::ops::ControlFlow::Continue(())
+    };
+    checkpoint.get_many(Kind::Manifest, &ids, &visit).unwrap();
+    let (_, most, visited) = state.into_inner().unwrap();
+    assert_eq!(visited, (1..20).collect());
+    assert_eq!(most, PIECE_BYTES);
+}
+
 #[test]
 fn content_is_written_once() {
     for kept in BOTH {
