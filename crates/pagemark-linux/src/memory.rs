@@ -54,7 +54,9 @@ impl Memory {
     /// # Errors
     /// `/proc` is not mounted.
     pub fn of_this_process() -> io::Result<Self> {
-        Self::open(std::process::id() as libc::pid_t)
+        // Where `/proc` is that of another namespace, the process id is another process there.
+        let (mem, pagemap) = (File::open(proc::own_path("mem"))?, Pagemap::of_this_process()?);
+        Ok(Self::of(std::process::id() as i32, mem, pagemap))
     }
 
     /// The memory of another process, by its id or that of any of its threads.
@@ -62,12 +64,11 @@ impl Memory {
     /// # Errors
     /// There is no such process, or reading its memory is not permitted.
     pub fn open(pid: i32) -> io::Result<Self> {
-        Ok(Memory {
-            thread: AtomicI32::new(pid),
-            mem: proc::open_memory(pid)?,
-            pagemap: Pagemap::of_process(pid)?,
-            has_swapped: AtomicBool::new(false),
-        })
+        Ok(Self::of(pid, proc::open_memory(pid)?, Pagemap::of_process(pid)?))
+    }
+
+    fn of(pid: i32, mem: File, pagemap: Pagemap) -> Memory {
+        Memory { thread: AtomicI32::new(pid), mem, pagemap, has_swapped: AtomicBool::new(false) }
     }
 
     /// Names another thread of the same process, for use when the previous one has exited.
@@ -269,6 +270,26 @@ fn io_vector(start: Address, end: Address) -> libc::iovec {
 mod tests {
     use super::*;
     use crate::scratch::Scratch;
+    use crate::this_process;
+
+    /// `/proc` is that of the namespace above, in which the process has another id.
+    #[test]
+    fn in_another_namespace_of_ids_the_memory_is_its_own() {
+        let scratch = Scratch::new(1);
+        scratch.write(0, 7);
+        this_process::in_namespace_of_ids(|| {
+            scratch.write(0, 8);
+            let Ok(memory) = Memory::of_this_process() else { return false };
+            let mut buffer = [0; PAGE_SIZE];
+            let missing = memory.read(&[scratch.address(0)..scratch.address(1)], &mut buffer);
+            let mut direct = [0; 8];
+            let is_read = memory.mem.read_exact_at(&mut direct, scratch.address(0).get()).is_ok();
+            missing.is_ok_and(|missing| missing.is_empty())
+                && buffer[..8] == [8, 0, 0, 0, 0, 0, 0, 0]
+                && is_read
+                && direct == 8u64.to_ne_bytes()
+        });
+    }
 
     #[test]
     fn reads_what_is_there_and_names_what_is_not() {

@@ -195,15 +195,37 @@ pub(crate) fn keeps_what_a_child_maps(place: &crate::Range, work: impl FnOnce())
     });
 }
 
+/// Fails if `run` returns false in a child made by fork.
+#[cfg(test)]
+pub(crate) fn in_child(run: impl FnOnce() -> bool) {
+    tests::in_child(tests::fork, run);
+}
+
+/// Fails if `run` returns false in a child that is number 1 of a namespace of its own. Does nothing
+/// where the process may make none.
+#[cfg(test)]
+pub(crate) fn in_namespace_of_ids(run: impl FnOnce() -> bool) {
+    in_child(|| {
+        // SAFETY: only the children of this child are in another namespace.
+        if unsafe { libc::unshare(libc::CLONE_NEWPID) } == 0 {
+            in_child(|| id() == 1 && run());
+        }
+        true
+    });
+}
+
 #[cfg(test)]
 mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
     use super::*;
 
     /// What a child made by `make` returns, as the status of its exit.
     pub(super) fn in_child(make: impl FnOnce() -> libc::pid_t, run: impl FnOnce() -> bool) {
         let child = make();
         if child == 0 {
-            let is_right = run();
+            // A panic that left this function would end the only thread of the child, with success.
+            let is_right = catch_unwind(AssertUnwindSafe(run)).unwrap_or(false);
             // SAFETY: ends the child without its handlers.
             unsafe { libc::_exit(i32::from(!is_right)) };
         }
