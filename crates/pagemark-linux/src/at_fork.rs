@@ -194,6 +194,7 @@ unsafe extern "C" fn before() {
 
 unsafe extern "C" fn in_child() {
     this_process::clear_kept();
+    super::fault::in_child();
     // SAFETY: this is the thread that has forked.
     unsafe { after() };
 }

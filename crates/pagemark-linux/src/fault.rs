@@ -11,7 +11,7 @@ use super::at_fork::{hold_off, made_once};
 use super::own_memory::{Access, Mapping, set_access};
 use super::segv;
 use super::slots::{SlotIndex, Slots};
-use super::this_process::OfThisProcess;
+use super::this_process::{LastProcess, OfThisProcess};
 use super::valgrind;
 use super::write_access::is_writable;
 use crate::{Address, ByteCount, PAGE_SIZE, Range};
@@ -159,11 +159,24 @@ unsafe impl WriteFault for Opens {
     }
 }
 
+/// The last process made by `fork` whose table counts only threads that it has.
+static COUNTED: LastProcess = LastProcess::none();
+
+/// Forgets the threads of the parent that were in a handler, so that the child can empty the slots
+/// that it inherits: otherwise they would be full after some generations. Called in the child by
+/// the handler of `pthread_atfork`. The thread that has forked was in no handler, where all signals
+/// are blocked.
+pub(super) fn in_child() {
+    TABLE.forget_readers();
+    COUNTED.set();
+}
+
 impl Drop for HandledRange {
     fn drop(&mut self) {
-        // In a child made by fork, threads that were in the handler are counted, but are not there
-        // to leave it.
-        if let Some(slot) = self.slot.take().filter(|_| self.process.is_here()) {
+        // In a child that was made by the system call itself, threads that were in the handler are
+        // counted, but are not there to leave it.
+        let is_counted = || self.process.is_here() || COUNTED.is_here();
+        if let Some(slot) = self.slot.take().filter(|_| is_counted()) {
             let _forks = hold_off();
             TABLE.empty(slot);
         }
@@ -195,5 +208,28 @@ pub(super) unsafe fn handle(info: *const libc::siginfo_t, context: *mut libc::uc
         }
         let address = Address::of((*info).si_addr());
         dispatch(&mut Fault { address, context: &mut *context })
+    }
+}
+
+#[cfg(all(test, not(feature = "loom")))]
+mod tests {
+    use super::*;
+    use crate::this_process::in_child;
+
+    /// Each generation could otherwise arm less than the one before.
+    #[test]
+    fn children_have_the_slots_of_what_they_drop() {
+        let page = Mapping::new(PAGE_SIZE).unwrap();
+        // In a child, because all tests of this process have one table.
+        in_child(|| {
+            let fill = || std::iter::from_fn(|| arm(page.range(), Arc::new(Opens)).ok()).collect::<Vec<_>>();
+            let inherited = fill();
+            in_child(|| {
+                let count = inherited.len();
+                drop(inherited);
+                count > SLOTS / 2 && fill().len() == count
+            });
+            true
+        });
     }
 }

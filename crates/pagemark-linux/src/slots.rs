@@ -122,6 +122,15 @@ impl<T, const N: usize> Slots<T, N> {
         }
     }
 
+    /// Forgets the look-ups of threads that are gone, for which [`Slots::empty`] would wait for
+    /// ever: in a child made by `fork`, before it has a second thread. The thread that has forked
+    /// is in no look-up. Async-signal-safe.
+    pub fn forget_readers(&self) {
+        for slot in &self.slots[..self.used.load(Ordering::Acquire)] {
+            slot.readers.store(0, Ordering::Release);
+        }
+    }
+
     /// Calls `use_value` with the value in whose range the address lies. Async-signal-safe if
     /// `use_value` is.
     pub fn with<R>(&self, address: Address, use_value: impl FnOnce(&T) -> R) -> Option<R> {
@@ -186,6 +195,17 @@ mod tests {
         slots.hide_stale(&offsets(19..20), |_| true);
         assert_eq!([15, 25, 45].map(found), [None, Some(7), Some(7)]);
         [first, third, again].into_iter().for_each(|index| slots.empty(index));
+        assert_eq!(Arc::strong_count(&value), 1);
+    }
+
+    #[test]
+    fn readers_that_are_gone_are_not_waited_for() {
+        let slots = Slots::<Arc<u64>, 1>::new();
+        let value = Arc::new(7);
+        let filled = slots.fill(offsets(10..20), value.clone()).unwrap();
+        std::mem::forget(Reading::announce(&slots.slots[0].readers));
+        slots.forget_readers();
+        slots.empty(filled);
         assert_eq!(Arc::strong_count(&value), 1);
     }
 }
