@@ -36,7 +36,7 @@ pub struct Options {
     pub mechanism: *const c_char,
     /// True if no transaction will be rolled back. The region then has no copy of its content, and
     /// a transaction begins where the previous transaction ended.
-    pub without_rollback: bool,
+    pub without_rollback: MaybeUninit<bool>,
     /// The store of the snapshots; null for a store of the region's own. It may be freed while the
     /// region exists.
     pub store: *const Store,
@@ -46,7 +46,21 @@ pub struct Options {
     /// memory is refused by all mechanisms except `compare` and `full`, because the others do not
     /// see writes of other processes. With it, `adaptive` looks at no page in a commit if the
     /// process has one thread and had no page fault in the transaction.
-    pub sole_use: bool,
+    pub sole_use: MaybeUninit<bool>,
+}
+
+/// A `bool` of the caller, whose byte may be any: memory that was not cleared has others than 0 and
+/// 1, which a `bool` of Rust must not have.
+fn checked(value: &MaybeUninit<bool>, name: &str) -> Result<bool, Failure> {
+    // SAFETY: the caller passes a structure whose bytes are all set. Each is a number.
+    match unsafe { value.as_ptr().cast::<u8>().read() } {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(Failure::new(
+            Status::InvalidArgument,
+            format!("{name} is neither true nor false, but {other}: set all fields of the options"),
+        )),
+    }
 }
 
 /// Lets system calls write to a part of a region as long as it exists.
@@ -71,9 +85,9 @@ pub(crate) fn options(options: Option<&Options>) -> Result<RegionOptions, Failur
     };
     Ok(RegionOptions {
         mechanism,
-        without_rollback: options.without_rollback,
+        without_rollback: checked(&options.without_rollback, "without_rollback")?,
         store: store.map(|store| store.store.clone()),
-        sole_use: options.sole_use,
+        sole_use: checked(&options.sole_use, "sole_use")?,
     })
 }
 
@@ -121,11 +135,11 @@ pub extern "C" fn pagemark_region_adopt(
 ) -> Status {
     make(region, "region", || {
         let start = present(NonNull::new(start.cast()), "start")?;
-        let (has_sole_use, options) = (options.is_some_and(|options| options.sole_use), self::options(options)?);
+        let options = self::options(options)?;
         // SAFETY: the caller leaves the mapping alone while the region exists, and there are no
         // Rust references to it. With `sole_use`, the caller promises the sole use.
         let adopted = unsafe {
-            match has_sole_use {
+            match options.sole_use {
                 true => pagemark::Region::adopt_shared(start, bytes, options),
                 false => pagemark::Region::adopt(start, bytes, options),
             }

@@ -132,6 +132,14 @@ static void adoption(void)
     FAILS(pagemark_region_new(PAGE, &options, &region), INVALID_ARGUMENT, "no mechanism is called guess");
     options.mechanism = "\xff";
     FAILS(pagemark_region_new(PAGE, &options, &region), INVALID_ARGUMENT, "no mechanism is called");
+
+    /* Memory that was not cleared. */
+    options.mechanism = NULL;
+    memset(&options.sole_use, 0x5a, 1);
+    FAILS(pagemark_region_new(PAGE, &options, &region), INVALID_ARGUMENT, "sole_use is neither true nor false");
+    memset(&options.sole_use, 0, 1);
+    memset(&options.without_rollback, 2, 1);
+    FAILS(pagemark_region_new(PAGE, &options, &region), INVALID_ARGUMENT, "without_rollback is neither");
     FAILS(pagemark_region_new(0, NULL, &region), SYSTEM, "region of 0 bytes");
     FAILS(pagemark_region_new((size_t)-1, NULL, &region), SYSTEM, "mapping a region");
     TRUE(region == NULL);
