@@ -572,7 +572,8 @@ pagemark_status pagemark_region_new(size_t bytes,
  * memory into shared anonymous memory, which children made by fork do not inherit, and which is
  * not locked and has no advice of before (mlock, madvise, mbind). Under `emulate`, no other thread
  * may access the memory during this call. Under `mprotect`, `emulate` and `uffd`, it must hold
- * nothing that the program's allocator or a handler of SIGSEGV writes.
+ * nothing that the program's allocator or a handler of SIGSEGV writes. Under `mprotect`, children
+ * made by fork must inherit it (no MADV_DONTFORK).
  */
 pagemark_status pagemark_region_adopt(void *start,
                                       size_t bytes,

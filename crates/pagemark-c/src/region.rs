@@ -125,7 +125,8 @@ pub extern "C" fn pagemark_region_new(
 /// memory into shared anonymous memory, which children made by fork do not inherit, and which is
 /// not locked and has no advice of before (mlock, madvise, mbind). Under `emulate`, no other thread
 /// may access the memory during this call. Under `mprotect`, `emulate` and `uffd`, it must hold
-/// nothing that the program's allocator or a handler of SIGSEGV writes.
+/// nothing that the program's allocator or a handler of SIGSEGV writes. Under `mprotect`, children
+/// made by fork must inherit it (no MADV_DONTFORK).
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_adopt(
     start: *mut c_void,

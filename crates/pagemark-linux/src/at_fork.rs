@@ -10,6 +10,10 @@
 //! locks of the program first, then waits here, then takes those of the allocator. The handlers
 //! before a fork run in the reverse order of their registration: ours are registered when the
 //! allocator has registered its own, and before the program begins.
+//!
+//! A library that the program loads later (`dlopen`) cannot keep this order: what the program has
+//! registered before runs behind ours. If such a handler takes a lock in which another thread calls
+//! Pagemark, each waits for the other. `docs/how-to/own-memory.md` has the rule for programs.
 
 use std::cell::{Cell, UnsafeCell};
 use std::ffi::c_int;
@@ -134,6 +138,9 @@ extern "C" fn register_behind_the_allocator() {
 /// has registered its own handlers, and before it holds forks off.
 ///
 /// The threads that come meanwhile do not wait: their own fork could interrupt the registration.
+/// There are such threads only where the constructor of another library calls this crate before
+/// this library's own constructor has run: `AT_START` is called before the program begins, or
+/// before `dlopen` returns.
 pub fn register() {
     if !IS_REGISTERED.swap(true, Ordering::Relaxed) {
         // Before there are threads that could fork meanwhile.

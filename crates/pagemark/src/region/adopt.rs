@@ -39,7 +39,9 @@ impl Region {
     /// write it only by atomic operations, or in ways that the compiler does not see. Under
     /// `emulate`, no other code accesses the memory during this call. Under `mprotect`, `emulate`
     /// and `uffd`, it holds nothing that the program's allocator or a handler of SIGSEGV writes:
-    /// the handling of a write would wait for itself.
+    /// the handling of a write would wait for itself. Under `mprotect`, children made by `fork`
+    /// inherit the memory (no `MADV_DONTFORK`): a child that drops the region makes the addresses
+    /// writable, whatever it has mapped there.
     pub unsafe fn adopt(start: NonNull<u8>, bytes: usize, options: RegionOptions) -> Result<Region, Error> {
         // SAFETY: the caller guarantees it.
         unsafe { adopt(start, bytes, options, false) }

@@ -145,7 +145,8 @@ struct ProtectedRange {
 impl Drop for ProtectedRange {
     fn drop(&mut self) {
         // The handler must still be armed here. An error means that the range was unmapped, which
-        // needs nothing.
+        // needs nothing. A child, too, writes to the memory when the handler is gone. It has the
+        // memory: the contract of `Region::adopt` excludes MADV_DONTFORK.
         let _ = self.shared.pages.protection().unprotect(self.shared.pages.range());
     }
 }
