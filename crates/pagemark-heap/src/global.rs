@@ -59,6 +59,13 @@ enum Settings {
 
 thread_local! {
     /// The heap from whose arena this thread allocates by default.
+    ///
+    /// It is asked for in `malloc`, and must not allocate itself. The loader gives the variables of
+    /// threads of a library that it loads with the program their place when a thread begins, and
+    /// allocates nothing when they are used, also after the program has loaded other libraries: a
+    /// test of `pagemark-malloc` does so. Of a library that is loaded later the place is allocated
+    /// at the first use, by the program's `malloc`. A library that replaces `malloc` is therefore
+    /// preloaded or linked, and never loaded by `dlopen`.
     static BOUND_TO: Cell<usize> = const { Cell::new(0) };
 }
 

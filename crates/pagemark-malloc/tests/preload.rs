@@ -240,3 +240,29 @@ fn a_program_whose_heap_cannot_be_made_does_not_start() {
     limited.env("PAGEMARK_HEAP_GIB", "0");
     assert!(limited.status().unwrap().success());
 }
+
+/// The variables of the heap's threads have a place, whatever the program loads: the loader
+/// allocates when it makes room for those of other libraries.
+#[test]
+fn a_program_loads_libraries_with_variables_of_threads() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = |name: &str| directory.path().join(name);
+    let (source, program) = (concat!(env!("CARGO_MANIFEST_DIR"), "/tests/libraries.c"), place("program"));
+    let mut compiler = Command::new("cc");
+    compiler.args(["-std=c11", "-O1", "-fno-builtin", "-Wall", "-Werror", "-pthread", source, "-ldl", "-o"]);
+    printed(compiler.arg(&program));
+    let touch = "static __thread long sum, places[100];\
+                 long touch(long value) { places[value % 100] += value; sum = places[value % 100]; return value; }";
+    std::fs::write(place("touch.c"), touch).unwrap();
+    let first = place("0.so");
+    printed(Command::new("cc").args(["-O1", "-shared", "-fPIC", "-o"]).arg(&first).arg(place("touch.c")));
+    const LIBRARIES: usize = 150;
+    for number in 1..LIBRARIES {
+        std::fs::copy(&first, place(&format!("{number}.so"))).unwrap();
+    }
+    for parts in [1, 4] {
+        let mut command = preloaded(&program, parts);
+        command.arg(directory.path()).arg(LIBRARIES.to_string()).env("PAGEMARK_HEAP_GIB", "1");
+        assert_oracle_eq!(printed(&mut command), "right\n", "{parts} parts");
+    }
+}
