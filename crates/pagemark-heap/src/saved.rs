@@ -411,10 +411,11 @@ fn header_of(checkpoint: &Checkpoint, tree: &PageTree, bytes: ByteCount, job: &s
 
 /// Copies what was saved into memory that holds zeros.
 fn load(checkpoint: &Checkpoint, tree: &PageTree, memory: &Memory, job: &str) -> Result<(), Error> {
-    let (pages, ids): (Vec<_>, Vec<_>) = tree.iter().unzip();
-    if pages.iter().any(|page| page.get() >= u64::from(memory.pages)) {
+    // Before they are listed: a small tree can name any number of pages.
+    if tree.range(PageNumber::new(memory.pages.into())..PageNumber::MAX).next().is_some() {
         return Err(Error::damaged("do not fit the length of the heap"));
     }
+    let (pages, ids): (Vec<_>, Vec<_>) = tree.range(PageNumber::MIN..PageNumber::new(memory.pages.into())).unzip();
     for page in &pages {
         let page = page.get() as u32;
         memory.open(page..page + 1).map_err(Error::creating)?;

@@ -15,7 +15,7 @@ use pagemark::backend::faults::{Fault, FaultyBackend};
 use pagemark::backend::{Backend, MemoryBackend};
 use pagemark::region::Region;
 use pagemark::repository::{Repository, SpaceKind};
-use pagemark::{ByteCount, PAGE_SIZE};
+use pagemark::{ByteCount, Kind, PAGE_SIZE, PageNumber, PageTree, Store as _};
 use pagemark_heap::{Error, ErrorKind, HeapOptions, Parts, SavedHeap};
 use pagemark_testing::{SplitMix, assert_oracle, assert_oracle_eq, skipped};
 use proptest::prelude::*;
@@ -289,6 +289,29 @@ fn tables_that_the_program_has_overwritten_are_noticed() {
         }
         drop(opened(sound).unwrap());
     }
+}
+
+/// A tree of a few nodes that names more pages than there is memory for their numbers.
+#[test]
+fn pages_behind_the_end_of_the_heap_are_refused_before_they_are_listed() {
+    let (_, repository) = in_memory();
+    let Some((heap, _)) = with_number(&repository) else { return };
+    let sequence = heap.checkpoint().unwrap().sequence;
+    drop(heap);
+    let checkpoint = repository.read(JOB, sequence).unwrap();
+    let mut manifest = checkpoint.manifest.clone();
+    let tree = PageTree::load(manifest.spaces[0].root, &checkpoint).unwrap();
+    let mut writer = repository.writer("a test", Duration::ZERO).unwrap();
+    let mut id = tree.get(PageNumber::MIN);
+    for level in 0..16 {
+        let children = std::iter::repeat_n(id.0, 16).flatten();
+        let node: Vec<u8> = [level, 0xff, 0xff].into_iter().chain(children).collect();
+        id = writer.put(Kind::Node, &node).unwrap();
+    }
+    manifest.spaces[0].root = id;
+    let sequence = writer.commit(manifest).unwrap().sequence;
+    let opened = SavedHeap::open_at(&repository, JOB, sequence, options(Parts::Two));
+    assert_eq!(kind_of(opened), ErrorKind::Damaged);
 }
 
 #[test]

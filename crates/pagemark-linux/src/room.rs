@@ -4,6 +4,7 @@
 //! Rust programs do.
 
 use std::io;
+use std::mem::MaybeUninit;
 
 use bytemuck::Zeroable;
 
@@ -38,6 +39,24 @@ pub fn reserve<T>(vector: &mut Vec<T>, more: usize) -> io::Result<()> {
     }
     let gentle = (vector.len() / 8).max(16);
     vector.try_reserve_exact(more.max(gentle)).map_err(|_| none())
+}
+
+/// The most values of a table whose length is that of stored data, which may be anyone's: the table
+/// takes an eighth of the machine's memory. The kernel promises more than it has, and ends programs
+/// that use it.
+///
+/// # Errors
+/// The kernel does not say how much memory there is.
+pub fn most_values<T>() -> io::Result<usize> {
+    let mut info = MaybeUninit::<libc::sysinfo>::uninit();
+    // SAFETY: the kernel fills the structure.
+    if unsafe { libc::sysinfo(info.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call has succeeded.
+    let info = unsafe { info.assume_init() };
+    let bytes = (info.totalram as usize).saturating_mul(info.mem_unit as usize);
+    Ok(bytes / 8 / size_of::<T>().max(1))
 }
 
 /// Mappings that a thread takes: its stack and its stack for signals, with their guard pages, and a

@@ -9,7 +9,10 @@ use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::{ContentId, Error, Kind, PageNumber, PageRange, Store};
+use pagemark_linux::room;
+
+use crate::error::Object;
+use crate::{ContentId, Error, ErrorKind, Kind, PageNumber, PageRange, Store};
 
 /// Number of children of a node.
 const FAN_OUT: usize = 16;
@@ -17,6 +20,15 @@ const FAN_OUT: usize = 16;
 const LEVEL_BITS: u32 = 4;
 /// The level of the root of the highest possible tree; it covers all of `u64`.
 const MAX_LEVEL: u8 = 15;
+
+impl Error {
+    fn too_many_pages(root: ContentId) -> Error {
+        let reason = "is a page tree that names more pages than this machine can list in an eighth of its memory";
+        let help = "Read it on a machine with more memory. If no memory of that length was saved, the repository \
+                    is not to be trusted.";
+        Error::about(ErrorKind::NoMemory, Object::Content(root), reason).help(help)
+    }
+}
 
 /// The content of the pages of a space: a map from page number to content.
 ///
@@ -116,6 +128,24 @@ impl Node {
                 self.pages = nodes.iter().flatten().fold(0, |sum: u64, node| sum.saturating_add(node.pages));
             }
         }
+    }
+
+    /// How many pages from `first` to `last` are named. `base` is the first page that the node
+    /// covers.
+    fn count(&self, base: u64, first: u64, last: u64) -> u64 {
+        let touched = |child: usize| {
+            let (from, to) = span(base, self.level, child);
+            (from <= last && to >= first).then_some((from, from >= first && to <= last))
+        };
+        let of_child = |child: usize| match &self.children {
+            Children::Pages(ids) => u64::from(!ids[child].is_zero() && touched(child).is_some()),
+            Children::Nodes(nodes) => match (&nodes[child], touched(child)) {
+                (Some(node), Some((_, true))) => node.pages,
+                (Some(node), Some((from, false))) => node.count(from, first, last),
+                _ => 0,
+            },
+        };
+        (0..FAN_OUT).map(of_child).fold(0, u64::saturating_add)
     }
 
     /// True if the root could be lower: it has no child but the first.
@@ -253,6 +283,14 @@ impl PageTree {
         Walk { path: self.root.as_deref().map(|root| (root, 0, 0)).into_iter().collect(), first, last }
     }
 
+    /// How many pages of a range are named. Costs O(levels), however many they are.
+    pub fn count(&self, pages: PageRange) -> u64 {
+        match &self.root {
+            Some(root) if !pages.is_empty() => root.count(0, pages.start.get(), pages.end.get() - 1),
+            _ => 0,
+        }
+    }
+
     /// How many pages are named.
     pub fn page_count(&self) -> u64 {
         self.root.as_ref().map_or(0, |root| root.pages)
@@ -305,7 +343,8 @@ impl PageTree {
     /// ascending and disjoint. Nodes that name other pages alone are not read.
     ///
     /// # Errors
-    /// Those of [`PageTree::load`].
+    /// Those of [`PageTree::load`]. `ErrorKind::NoMemory` for more pages than this machine can list
+    /// in an eighth of its memory: a small tree can name any number of pages.
     ///
     /// ```
     /// use pagemark::{ContentId, MemoryStore, PageNumber, PageTree};
@@ -318,6 +357,17 @@ impl PageTree {
     /// # Ok::<(), pagemark::Error>(())
     /// ```
     pub fn read_pages(
+        root: ContentId,
+        ranges: &[PageRange],
+        store: &dyn Store,
+    ) -> Result<Vec<(PageNumber, ContentId)>, Error> {
+        let most = room::most_values::<(PageNumber, ContentId)>().map_err(Error::system("asking for the memory"))?;
+        PageTree::read_pages_up_to(most, root, ranges, store)
+    }
+
+    /// Like [`PageTree::read_pages`], if there are no more than `most` pages.
+    fn read_pages_up_to(
+        most: usize,
         root: ContentId,
         ranges: &[PageRange],
         store: &dyn Store,
@@ -346,6 +396,9 @@ impl PageTree {
                         true => below.push((covered.0, id)),
                         false => {}
                     }
+                }
+                if pages.len().max(below.len()) > most {
+                    return Err(Error::too_many_pages(root));
                 }
             }
             if level == 0 {
@@ -589,7 +642,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{ErrorKind, MemoryStore};
+    use crate::MemoryStore;
 
     fn id(number: u8) -> ContentId {
         ContentId(if number == 0 { [0; 16] } else { [number; 16] })
@@ -649,6 +702,7 @@ mod tests {
             let range = a.min(b)..a.max(b);
             let expected: Vec<_> = model.range(range.clone()).map(|(&page, &id)| (page, id)).collect();
             prop_assert_eq!(tree.range(range.clone()).collect::<Vec<_>>(), expected.clone());
+            prop_assert_eq!(tree.count(range.clone()), expected.len() as u64);
 
             let root = tree.save(&mut store).unwrap();
             prop_assert_eq!(build(&model).save(&mut store).unwrap(), root, "equal content, another root");
@@ -743,6 +797,24 @@ mod tests {
             child = NodeRecord { level, children: [child; FAN_OUT] }.put(&mut store).unwrap();
         }
         assert_eq!(PageTree::load(child, &store).unwrap().page_count(), u64::MAX);
+    }
+
+    #[test]
+    fn of_a_small_tree_that_names_itself_very_often_only_what_is_wanted_is_listed() {
+        let mut store = MemoryStore::new();
+        let mut child = id(1);
+        for level in 0..=MAX_LEVEL {
+            child = NodeRecord { level, children: [child; FAN_OUT] }.put(&mut store).unwrap();
+        }
+        let range = PageNumber::new(1 << 40)..PageNumber::new((1 << 40) + 1000);
+        let pages = PageTree::read_pages_up_to(1000, child, std::slice::from_ref(&range), &store).unwrap();
+        assert_eq!(pages.len(), 1000);
+        assert_eq!(PageTree::load(child, &store).unwrap().count(range.clone()), 1000);
+        let error = PageTree::read_pages_up_to(999, child, &[range], &store).unwrap_err();
+        assert_eq!((error.kind(), error.object()), (ErrorKind::NoMemory, &Object::Content(child)));
+        let all = PageNumber::MIN..PageNumber::MAX;
+        assert_eq!(PageTree::load(child, &store).unwrap().count(all.clone()), u64::MAX);
+        assert_eq!(PageTree::read_pages(child, &[all], &store).unwrap_err().kind(), ErrorKind::NoMemory);
     }
 
     #[test]
