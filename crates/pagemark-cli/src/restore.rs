@@ -122,6 +122,8 @@ struct Document<'a> {
     files: Vec<File>,
     /// The connections that are closed, each as `ADDRESS to PEER`.
     closed_connections: &'a [String],
+    /// What CRIU does not save and did not come back, each with its reason.
+    lost_state: &'a [String],
 }
 
 #[derive(Serialize)]
@@ -210,7 +212,8 @@ impl Restore {
             let (job, sequence) = (checkpoint.manifest.job.as_str(), checkpoint.manifest.sequence);
             let (pids, closed_connections) = (running.pids(), K::closed_connections(running));
             let (pid, files) = (pids.first().copied().unwrap_or_default(), K::files(running));
-            print_json(&Document { job, sequence, pid, pids, files, closed_connections })?;
+            let lost_state = K::lost_state(running);
+            print_json(&Document { job, sequence, pid, pids, files, closed_connections, lost_state })?;
         }
         Ok(())
     }
@@ -256,6 +259,11 @@ trait Kind {
 
     /// The connections that are closed.
     fn closed_connections(_: &Self::Running) -> &[String] {
+        &[]
+    }
+
+    /// What CRIU does not save and did not come back.
+    fn lost_state(_: &Self::Running) -> &[String] {
         &[]
     }
 }

@@ -43,6 +43,7 @@ mod refusal;
 pub mod restore;
 pub mod saver;
 pub mod spawn;
+mod state;
 pub mod target;
 pub mod terminal;
 mod tree;

@@ -55,10 +55,13 @@ pub use images::{Prepared, RestoreOptions, Restored, Streams, check, export_criu
 pub use states::{GatedTree, PreparedTree, RunningTree};
 pub(crate) use surroundings::connections as tcp_connections;
 
-/// What is done when CRIU has made all processes, and none runs.
-fn before_they_run(directory: &Path, root: Option<Process>, options: &RestoreOptions) -> Result<(), Error> {
+/// What is done when CRIU has made all processes, and none runs. Returns the state that does not
+/// come back, in words.
+fn before_they_run(directory: &Path, root: Option<Process>, options: &RestoreOptions) -> Result<Vec<String>, Error> {
     compare::compare(directory, root, options)?;
-    owners::give(directory, root)
+    owners::give(directory, root)?;
+    let notes = root::read_notes(directory)?;
+    Ok(notes.state.give_back(&notes.pids_here(root)))
 }
 
 /// What a restore reads of the images in `directory` to find out who has which file, before it

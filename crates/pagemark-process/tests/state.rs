@@ -12,10 +12,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pagemark_process::criu::{Dump, DumpOptions};
-use pagemark_process::restore::{RestoreOptions, Streams, prepare};
+use pagemark_process::restore::{RestoreEvent, RestoreOptions, Streams, prepare};
 use pagemark_process::{ErrorKind, Object};
 use pagemark_testing::{assert_oracle, assert_oracle_eq, skip, wait_until};
-use support::{Program, criu, is_alive, is_running, read_number, take};
+use support::{Checkpoints, Program, criu, is_alive, is_running, read_number, take};
 
 /// A program that changes its memory without a pause, and shows every 2000th number.
 fn counter() -> Program {
@@ -435,6 +435,56 @@ fn redis_keeps_its_clients_and_comes_back_with_every_key() {
         assert_eq!(client.ask("GET key:1").unwrap(), "after");
         server.kill();
     }
+}
+
+/// What the threads of `settings.c` see of themselves, asked for the time `number`.
+fn settings(program: &Program, number: u32) -> String {
+    std::fs::write(program.directory().join(format!("ask.{number}")), "").unwrap();
+    let seen = format!("seen.{number}");
+    wait_until("the program looks at itself", || program.read(&seen).is_some());
+    program.read(&seen).unwrap()
+}
+
+#[test]
+fn threads_keep_processors_io_priority_and_timer_slack() {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    let Some(mut program) = Program::c(include_str!("trackee/settings.c")) else { skip!("no C compiler") };
+    let before = settings(&program, 0);
+    for known in ["priority 16386", "priority 24576", "slack 3000"] {
+        assert!(before.contains(known), "{before}");
+    }
+    let checkpoint = checkpoints.take(&program, &[]);
+    program.kill();
+    for is_lazy in [false, true] {
+        let restore = checkpoints.restoring(&checkpoint, &checkpoints.criu).lazy(is_lazy);
+        let mut lost_state = Vec::new();
+        let restored = restore.run(&mut |event| {
+            if let RestoreEvent::Running(restored) = event {
+                program.adopt(restored);
+                lost_state = restored.lost_state.clone();
+            }
+        });
+        restored.unwrap();
+        assert_eq!(lost_state, Vec::<String>::new());
+        assert_oracle_eq!(settings(&program, 1), before, "what threads see, lazy {is_lazy}");
+        // The next restore begins at the same checkpoint.
+        std::fs::remove_file(program.directory().join("seen.1")).unwrap();
+        program.kill();
+    }
+}
+
+#[test]
+fn threads_keep_their_settings_without_a_gate() {
+    let Some(criu) = criu() else { return };
+    let Some(mut program) = Program::c(include_str!("trackee/settings.c")) else { skip!("no C compiler") };
+    let before = settings(&program, 0);
+    let taken = take(&criu, program.pid(), &DumpOptions::default());
+    program.kill();
+    let restored = taken.restore(&criu, &RestoreOptions { as_child: true, ..Default::default() });
+    assert_eq!(restored.lost_state, Vec::<String>::new());
+    program.adopt(&restored);
+    assert_oracle_eq!(settings(&program, 1), before, "what threads see");
+    program.kill();
 }
 
 const FILTERED: &str = r#"

@@ -66,6 +66,11 @@ impl PidsHere {
         PidsHere(Some(threads.map(|thread| (RecordedPid::in_images(thread), thread)).collect()))
     }
 
+    /// Those of a container whose first process is not known: none.
+    pub fn unknown() -> PidsHere {
+        PidsHere(Some(HashMap::new()))
+    }
+
     /// The id here of a process or thread. None if the container has it no more.
     pub fn get(&self, id: RecordedPid) -> Option<i32> {
         self.0.as_ref().map_or(Some(id.get()), |ids| ids.get(&id).copied())
@@ -99,6 +104,7 @@ mod tests {
         assert_eq!(container.get(recorded), Some(own));
         assert_eq!(container.find(recorded).unwrap(), Process::find(own).unwrap());
         assert!(container.of_all().any(|id| id == own));
+        assert_eq!(PidsHere::unknown().get(recorded), None);
         let gone = RecordedPid::new(i32::MAX);
         assert_eq!(container.get(gone), None);
         let error = container.find(gone).unwrap_err();

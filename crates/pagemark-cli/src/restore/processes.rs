@@ -109,6 +109,7 @@ impl Kind for Processes {
         let restored = running.restored();
         restored.left_groups.iter().for_each(|group| message!("pagemark: {}", printable(group)));
         report_connections(&restored.closed_connections);
+        restored.lost_state.iter().for_each(|lost| message!("pagemark: did not come back: {}", printable(lost)));
         message!("pagemark: {name} runs as process {}", restored.root_pid);
     }
 
@@ -118,6 +119,10 @@ impl Kind for Processes {
 
     fn closed_connections(running: &RunningTree) -> &[String] {
         &running.restored().closed_connections
+    }
+
+    fn lost_state(running: &RunningTree) -> &[String] {
+        &running.restored().lost_state
     }
 }
 

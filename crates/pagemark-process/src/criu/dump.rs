@@ -59,6 +59,7 @@ use super::withhold::{WithheldMemory, Withholding};
 use super::{Criu, dump_arguments, errors_in_log, images, limits, outside_sockets};
 use crate::refusal::{EXECUTES, NEW_FILTER};
 use crate::spawn::outlive_requests_to_end;
+use crate::state::State;
 
 /// CRIU's log in the images directory.
 const LOG: &str = "dump.log";
@@ -395,6 +396,7 @@ impl Dump {
         }
         self.notes.semaphores = sysv_semaphores::find(pid, || &pids)?;
         self.notes.owners = owners::find(&pids);
+        self.notes.state = State::observe(&pids, image_pid);
         Ok(())
     }
 

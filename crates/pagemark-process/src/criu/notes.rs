@@ -4,9 +4,9 @@ use std::path::Path;
 
 use nix::unistd::{Pid, getsid};
 use pagemark_linux::proc::{self, Process};
-use pagemark_trace::RecordedPid;
 use pagemark_trace::cgroups::{Cgroups, Memberships};
 use pagemark_trace::error::{Error, ErrorKind, Object};
+use pagemark_trace::{PidsHere, RecordedPid};
 
 use super::dump_options::DumpOptions;
 use super::held_files::{self, HeldFile};
@@ -20,6 +20,7 @@ use super::sysv_semaphores::SemaphoreSet;
 use crate::container::network::OwnNetwork;
 use crate::container::{self, FileLocation, HostPaths};
 use crate::files::encode_path;
+use crate::state::State;
 
 /// What Pagemark itself has to remember for the restore, in the images directory.
 pub(crate) const NOTES: &str = "pagemark.json";
@@ -80,6 +81,9 @@ pub(crate) struct Notes {
     /// The owners of pipes and sockets that are not root's.
     #[serde(default)]
     pub owners: Vec<Owner>,
+    /// What CRIU does not save, and the restore gives back.
+    #[serde(default)]
+    pub state: State,
 }
 
 /// A process in a machine.
@@ -114,6 +118,16 @@ impl Notes {
             first_process: container::first_process(pid),
             ..Notes::default()
         })
+    }
+
+    /// The ids here of the restored tree, whose root process is `root`, if it is known.
+    pub fn pids_here(&self, root: Option<Process>) -> PidsHere {
+        match (&self.first_process, root) {
+            (None, _) => PidsHere::as_recorded(),
+            (Some(_), Some(root)) => PidsHere::of_container(root),
+            // Any process here may have an id that the container had.
+            (Some(_), None) => PidsHere::unknown(),
+        }
     }
 
     /// Writes the notes into the directory of the images.
@@ -163,4 +177,18 @@ pub(super) fn working_directories(tree: &[i32]) -> Vec<String> {
     directories.sort();
     directories.dedup();
     directories
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_of_a_container_is_no_id_here() {
+        let seven = RecordedPid::new(7);
+        assert_eq!(Notes::default().pids_here(None).get(seven), Some(7));
+        let first_process = Process::find(std::process::id() as i32).ok();
+        let of_container = Notes { first_process, ..Notes::default() };
+        assert_eq!(of_container.pids_here(None).get(seven), None);
+    }
 }

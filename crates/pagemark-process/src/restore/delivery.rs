@@ -100,7 +100,8 @@ impl Delivery {
             let fill = Some(start_fill(memory, store, &state, scope)?);
             let connection = Connection::new(&prepared.directory, memory, self.gate, store)?;
             let images = (prepared.directory.clone(), options);
-            let mut server = Server { connection, images, fill, state: &state, leaving, guard: None };
+            let mut server =
+                Server { connection, images, fill, state: &state, leaving, guard: None, lost_state: Vec::new() };
             let mut failure = None;
             let mut restoring = prepared.begin(criu, options, &["--lazy-pages", "--action-script", &script])?;
             let reached = restoring.wait(&mut || {
@@ -124,6 +125,7 @@ impl Delivery {
             match (reached, failure) {
                 (Ok(Reached::Gate), _) => {
                     let gate = server.connection.take_gate()?;
+                    restoring.set_lost_state(std::mem::take(&mut server.lost_state));
                     Ok(WaitingTree { gate, restoring, _guard: server.guard.take() })
                 }
                 (Ok(Reached::End), failure) => {
@@ -183,8 +185,8 @@ pub(super) fn make_staged(prepared: Prepared, criu: &Criu, options: &RestoreOpti
         return Err(no_script());
     }
     let root = gate.take_root().map_err(Error::criu_io("wait for CRIU"))?;
-    let waiting = WaitingTree { gate: ReachedGate::without_connection(gate), restoring, _guard: None };
-    before_they_run(&directory, root, options)?;
+    let mut waiting = WaitingTree { gate: ReachedGate::without_connection(gate), restoring, _guard: None };
+    waiting.restoring.set_lost_state(before_they_run(&directory, root, options)?);
     Ok(waiting)
 }
 
@@ -317,6 +319,8 @@ struct Server<'scope, 'env> {
     leaving: Option<Option<Vec<i32>>>,
     /// Kills the processes if this one dies while they leave their machines.
     guard: Option<Guard>,
+    /// What of the state that CRIU does not save did not come back.
+    lost_state: Vec<String>,
 }
 
 impl Drop for Server<'_, '_> {
@@ -349,7 +353,7 @@ impl Server<'_, '_> {
             return Ok(true);
         }
         if self.connection.step()? {
-            before_they_run(&self.images.0, self.connection.root(), self.images.1)?;
+            self.lost_state = before_they_run(&self.images.0, self.connection.root(), self.images.1)?;
             self.state.set_targets(Some(self.connection.targets()?.into()));
         }
         Ok(false)

@@ -102,6 +102,9 @@ pub struct Restored {
     /// that a checkpoint keeps are not among them; whether the peer of such a connection still has
     /// it, only the peer knows.
     pub closed_connections: Vec<String>,
+    /// What CRIU does not save and did not come back, each with its reason: the processors on which
+    /// threads may run, for example, if they are not there.
+    pub lost_state: Vec<String>,
     /// With [`as_child`](RestoreOptions::as_child), the child of this process that ends with the
     /// root process: the root process itself, or the leader of its session, which has its exit
     /// status (128 + n for a signal n).

@@ -102,6 +102,7 @@ pub(super) fn make<'a>(
         let read_trees = || memory.iter().all(|memory| memory.pages(store).is_ok());
         drop(std::thread::Builder::new().name("pagemark-trees".into()).spawn_scoped(scope, read_trees));
         let mut failure = None;
+        let mut lost_state = Vec::new();
         let mut restoring = prepared.begin(criu, options, &["--lazy-pages", "--action-script", &script])?;
         let reached = restoring.wait(&mut || {
             if failure.is_some() {
@@ -110,7 +111,10 @@ pub(super) fn make<'a>(
             }
             let step = connection.step().and_then(|is_reached| match is_reached {
                 true => before_they_run(&directory, connection.root(), options)
-                    .and_then(|()| delivery.add(connection.take_processes()?))
+                    .and_then(|lost| {
+                        lost_state = lost;
+                        delivery.add(connection.take_processes()?)
+                    })
                     .map(|()| true),
                 false => Ok(false),
             });
@@ -122,7 +126,10 @@ pub(super) fn make<'a>(
             })
         });
         match reached {
-            Ok(Reached::Gate) => Ok(restoring),
+            Ok(Reached::Gate) => {
+                restoring.set_lost_state(lost_state);
+                Ok(restoring)
+            }
             Ok(Reached::End) => {
                 restoring.refuse();
                 Err(failure.unwrap_or_else(no_script))

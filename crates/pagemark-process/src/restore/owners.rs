@@ -6,7 +6,6 @@ use std::path::Path;
 
 use nix::unistd::geteuid;
 use pagemark_linux::proc::{self, Process};
-use pagemark_trace::PidsHere;
 use pagemark_trace::error::{Error, Object, Result};
 
 use super::holders::{Holder, Holders, Purpose};
@@ -28,8 +27,7 @@ pub(super) fn give(directory: &Path, root: Option<Process>) -> Result<()> {
     let path = directory.join("files.img");
     let entries: Vec<FileEntry> = read_all(&path, ImageKind::Files)?;
     let holders = Holders::read(directory, &entries)?;
-    let container = root.filter(|_| notes.first_process.is_some());
-    let here = container.map_or_else(PidsHere::as_recorded, PidsHere::of_container);
+    let here = notes.pids_here(root);
     for entry in &entries {
         let of_pipe = entry.pipe.as_ref().map(|pipe| pipe.pipe_id);
         let of_socket = || entry.usk.as_ref().map(|socket| socket.ino).or(entry.isk.as_ref().map(|socket| socket.ino));

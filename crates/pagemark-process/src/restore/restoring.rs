@@ -47,6 +47,8 @@ pub(super) struct Restoring {
     /// With the process group that had the terminal.
     terminal: Option<(Terminal, i32)>,
     closed_connections: Vec<String>,
+    /// What of the state that CRIU does not save did not come back. None before it was given back.
+    lost_state: Option<Vec<String>>,
     options: RestoreOptions,
 }
 
@@ -110,7 +112,8 @@ impl Prepared {
         let started = launch.start(terminal.as_ref(), root_pid_here, joining.open_groups_of(root_pid))?;
         let attempt = Attempt::new(self, started, root_pid);
         let options = options.clone();
-        Ok(Restoring { attempt, _locked, opened, sockets, joining, terminal, closed_connections, options })
+        let lost_state = None;
+        Ok(Restoring { attempt, _locked, opened, sockets, joining, terminal, closed_connections, lost_state, options })
     }
 
     /// True if the processes get something while they are stopped, before they run.
@@ -205,6 +208,11 @@ impl Restoring {
         self.finish_restored()
     }
 
+    /// The state was given back that CRIU does not save, up to this.
+    pub(super) fn set_lost_state(&mut self, lost_state: Vec<String>) {
+        self.lost_state = Some(lost_state);
+    }
+
     /// Like [`Restoring::finish`], of a CRIU that has ended.
     pub(super) fn finish_restored(mut self) -> Result<Restored, Error> {
         let ids = self.ids()?;
@@ -212,12 +220,16 @@ impl Restoring {
             self.attempt.undo(&ids.processes);
             return Err(error);
         }
+        // Where no gate could be made, the processes run already.
+        let lost_state = self.lost_state.take();
+        let lost_state = lost_state.unwrap_or_else(|| self.attempt.prepared.notes.state.give_back(&ids.here));
         self.opened.keep();
         let left_groups = self.joining.join_others(&ids.here).iter().map(ToString::to_string).collect();
         let child = self.attempt.leader().unwrap_or(ids.root_pid);
         let relay = self.terminal.and_then(|(terminal, _)| terminal.leave()).map(Pid::as_raw);
         let RestoredIds { root_pid, pids, .. } = ids;
-        Ok(Restored { root_pid, pids, left_groups, closed_connections: self.closed_connections, child, relay })
+        let closed_connections = self.closed_connections;
+        Ok(Restored { root_pid, pids, left_groups, closed_connections, lost_state, child, relay })
     }
 
     /// Ends the processes of a CRIU that has ended without having waited in the gate.

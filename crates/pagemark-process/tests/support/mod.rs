@@ -771,8 +771,10 @@ impl Taken {
         let outcome = std::fs::read_to_string(&done).unwrap();
         assert_eq!(outcome, "restored");
         let root_pid = pids[0];
-        let (left_groups, closed_connections) = (Vec::new(), Vec::new());
-        (child, Restored { root_pid, pids, left_groups, closed_connections, child: root_pid, relay: None })
+        let (left_groups, closed_connections, lost_state) = (Vec::new(), Vec::new(), Vec::new());
+        let restored =
+            Restored { root_pid, pids, left_groups, closed_connections, lost_state, child: root_pid, relay: None };
+        (child, restored)
     }
 }
 

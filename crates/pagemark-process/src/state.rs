@@ -1,0 +1,70 @@
+//! State of processes that CRIU does not save, and that can be read and changed from outside of
+//! them: one kind a file. Each kind is observed in the freeze, noted beside CRIU's images, given
+//! back before the restored processes run, and observed again: what differs then is named.
+
+mod core_dump_filter;
+mod scheduling;
+
+use core_dump_filter::CoreDumpFilter;
+use pagemark_linux::proc;
+use pagemark_trace::{PidsHere, RecordedPid};
+use scheduling::Scheduling;
+
+/// The noted state of a tree, by the ids in the images.
+#[derive(Clone, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+#[serde(default)]
+pub(crate) struct State {
+    scheduling: Vec<Scheduling>,
+    core_dump_filters: Vec<CoreDumpFilter>,
+}
+
+impl State {
+    /// Observes processes that are frozen. `image_pid` gives the id in the images of a process or
+    /// thread.
+    pub(crate) fn observe(pids: &[i32], image_pid: fn(i32) -> RecordedPid) -> State {
+        let of_process = |&pid: &i32| proc::threads(pid).unwrap_or_default();
+        let threads: Vec<i32> = pids.iter().flat_map(of_process).collect();
+        State {
+            scheduling: scheduling::observe(&threads, image_pid),
+            core_dump_filters: core_dump_filter::observe(pids, image_pid),
+        }
+    }
+
+    /// Gives it to the restored processes. Returns what did not come back, each with the reason.
+    pub(crate) fn give_back(&self, here: &PidsHere) -> Vec<String> {
+        let mut missing = Vec::new();
+        self.scheduling.iter().for_each(|kind| kind.give_back(here, &mut missing));
+        self.core_dump_filters.iter().for_each(|kind| kind.give_back(here, &mut missing));
+        missing
+    }
+}
+
+/// Names processes or threads: the first ids, and how many more there are.
+fn name(what: &str, ids: &[RecordedPid]) -> String {
+    const SHOWN: usize = 3;
+    let shown = ids.iter().take(SHOWN).map(RecordedPid::to_string).collect::<Vec<_>>().join(", ");
+    let plural = if ids.len() == 1 { "" } else { if what.ends_with('s') { "es" } else { "s" } };
+    match ids.len().saturating_sub(SHOWN) {
+        0 => format!("{what}{plural} {shown}"),
+        more => format!("{what}{plural} {shown} and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_and_threads_are_named() {
+        let ids = [7, 8, 9, 10, 11].map(RecordedPid::new);
+        assert_eq!(name("thread", &ids[..1]), "thread 7");
+        assert_eq!(name("thread", &ids[..3]), "threads 7, 8, 9");
+        assert_eq!(name("process", &ids), "processes 7, 8, 9 and 2 more");
+    }
+
+    #[test]
+    fn notes_of_earlier_versions_have_none() {
+        assert_eq!(serde_json::from_str::<State>("{}").unwrap(), State::default());
+        assert_eq!(State::default().give_back(&PidsHere::as_recorded()), Vec::<String>::new());
+    }
+}

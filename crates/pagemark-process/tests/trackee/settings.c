@@ -1,0 +1,99 @@
+/* Threads with settings of their own: the processors on which they run, the priority of their input
+ * and output, and their timer slack. Once there is a file "ask.N", the program writes what all threads
+ * see of themselves to the file "seen.N". */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { THREADS = 4 };
+
+static pthread_barrier_t begin, end;
+static char seen[THREADS][300];
+static int processors[1024], count;
+
+static void look(int number) {
+	cpu_set_t set;
+	sched_getaffinity(0, sizeof set, &set);
+	int length = snprintf(seen[number], sizeof seen[number], "thread %d: processors", number);
+	for (int i = 0; i < CPU_SETSIZE && length < 200; i++)
+		if (CPU_ISSET(i, &set))
+			length += snprintf(seen[number] + length, sizeof seen[number] - length, " %d", i);
+	snprintf(seen[number] + length, sizeof seen[number] - length, "; priority %ld; slack %ld\n",
+		 syscall(SYS_ioprio_get, 1, 0), (long)prctl(PR_GET_TIMERSLACK));
+}
+
+/* The first thread keeps what it was given. */
+static void set(int number) {
+	cpu_set_t one;
+	if (number == 0)
+		return;
+	CPU_ZERO(&one);
+	CPU_SET(processors[number % count], &one);
+	sched_setaffinity(0, sizeof one, &one);
+	syscall(SYS_ioprio_set, 1, 0, (number == 3 ? 3 << 13 : 2 << 13 | number));
+	prctl(PR_SET_TIMERSLACK, 1000 * number);
+}
+
+static void *run(void *argument) {
+	int number = (int)(long)argument;
+	set(number);
+	for (;;) {
+		pthread_barrier_wait(&begin);
+		look(number);
+		pthread_barrier_wait(&end);
+	}
+}
+
+static void report(const char *name) {
+	char text[4096] = "", line[100] = "", temporary[64];
+	FILE *file = fopen("/proc/self/coredump_filter", "r");
+	if (file) {
+		if (fgets(line, sizeof line, file))
+			strcat(strcat(text, "core dump filter "), line);
+		fclose(file);
+	}
+	pthread_barrier_wait(&begin);
+	look(0);
+	pthread_barrier_wait(&end);
+	for (int i = 0; i < THREADS; i++)
+		strcat(text, seen[i]);
+	snprintf(temporary, sizeof temporary, "%s.new", name);
+	file = fopen(temporary, "w");
+	fputs(text, file);
+	fclose(file);
+	rename(temporary, name);
+}
+
+int main(void) {
+	cpu_set_t all;
+	sched_getaffinity(0, sizeof all, &all);
+	for (int i = 0; i < CPU_SETSIZE; i++)
+		if (CPU_ISSET(i, &all))
+			processors[count++] = i;
+	FILE *file = fopen("/proc/self/coredump_filter", "w");
+	if (file) {
+		fputs("0x73", file);
+		fclose(file);
+	}
+	pthread_barrier_init(&begin, NULL, THREADS);
+	pthread_barrier_init(&end, NULL, THREADS);
+	for (long i = 1; i < THREADS; i++) {
+		pthread_t thread;
+		pthread_create(&thread, NULL, run, (void *)i);
+	}
+	for (int number = 0;;) {
+		char name[32];
+		snprintf(name, sizeof name, "ask.%d", number);
+		if (access(name, F_OK) == 0) {
+			snprintf(name, sizeof name, "seen.%d", number++);
+			report(name);
+		}
+		usleep(2000);
+	}
+}
