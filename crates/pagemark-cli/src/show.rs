@@ -117,7 +117,7 @@ fn space(checkpoint: &Checkpoint, space: &SpaceRecord) -> Result<String, Failure
         start: mapping.start,
         end: mapping.end,
         permissions: &mapping.permissions,
-        pages: tree.range(mapping.range().page_range()).count() as u64,
+        pages: tree.count(mapping.range().page_range()),
         name,
     });
     let table = mapping_table("pages held", mappings);
