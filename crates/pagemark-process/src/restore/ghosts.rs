@@ -116,9 +116,15 @@ fn make_in(
     let here = place.file.as_fd();
     let mut made = make(Place { made_in: here, seen_in: None });
     if made.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::ReadOnlyFilesystem)
-        && let Some(mounts) = mounts.filter(|mounts| user.is_root && mounts.has_made(path))
+        && let Some(mounts) = mounts.filter(|_| user.is_root)
     {
-        made = mounts.writable(here).and_then(|copy| make(Place { made_in: copy.as_fd(), seen_in: Some(here) }));
+        made = match mounts.has_made(path, here) {
+            Ok(true) => {
+                mounts.writable(here).and_then(|copy| make(Place { made_in: copy.as_fd(), seen_in: Some(here) }))
+            }
+            Ok(false) => made,
+            Err(error) => Err(error),
+        };
     }
     let file = made.map_err(|source| not_made(path, user, source))?;
     Ok(Ghost { file, was: (entry.dev, entry.ino) })
