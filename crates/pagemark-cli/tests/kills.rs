@@ -276,6 +276,11 @@ fn kill_helpers(kills: u64, side_by_side: usize, harmful: usize) {
 }
 
 #[test]
+fn a_member_of_a_control_group_that_has_no_id_here_is_not_killed() {
+    assert_eq!(group::members_of("81\n0\n82\n"), [81, 82]);
+}
+
+#[test]
 fn some_kills_of_helpers_harm_nobody() {
     kill_helpers(14, 1, 1);
 }

@@ -55,8 +55,7 @@ impl Group {
 
     /// The processes in it.
     pub fn members(&self) -> Vec<i32> {
-        let text = fs::read_to_string(self.0.join("cgroup.procs")).unwrap_or_default();
-        text.lines().filter_map(|line| line.parse().ok()).collect()
+        members_of(&fs::read_to_string(self.0.join("cgroup.procs")).unwrap_or_default())
     }
 }
 
@@ -64,6 +63,12 @@ impl Drop for Group {
     fn drop(&mut self) {
         pagemark_testing::wait_until("the group to be empty", || fs::remove_dir(&self.0).is_ok());
     }
+}
+
+/// The processes that `cgroup.procs` names. One whose id the reader's namespace does not have is
+/// listed as 0; a signal to 0 would go to the process group of the test.
+pub fn members_of(text: &str) -> Vec<i32> {
+    text.lines().filter_map(|line| line.parse().ok()).filter(|&pid| pid > 0).collect()
 }
 
 /// The processes below one.
@@ -77,6 +82,8 @@ pub fn below(pid: i32) -> Vec<i32> {
     found
 }
 
+/// Kills one process.
 pub fn end(pid: i32) -> bool {
+    assert!(pid > 0, "{pid} is the id of no process");
     kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok()
 }
