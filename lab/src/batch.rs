@@ -15,6 +15,18 @@ use crate::{Error, Result, cache, source_root};
 const FOUND: &str = "1";
 const UNFINISHED: &str = "not run to its end";
 
+/// What a test in a machine depends on, beside the kernel and the sources of the lab.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Subject {
+    /// Nothing else.
+    Kernel,
+    /// A test binary, which starts no program of the workspace but itself and those of
+    /// `pagemark-testing`.
+    Binary(PathBuf),
+    /// All sources.
+    Sources,
+}
+
 /// A test in a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestTest {
@@ -24,12 +36,19 @@ pub struct GuestTest {
     pub command: String,
     /// Whether it is an oracle, whose exit status 1 is a finding.
     pub is_oracle: bool,
+    /// What it depends on.
+    pub subject: Subject,
 }
 
 impl GuestTest {
-    /// A test.
+    /// A test, which depends on all sources.
     pub fn new(name: impl Into<String>, command: impl Into<String>) -> GuestTest {
-        GuestTest { name: name.into(), command: command.into(), is_oracle: false }
+        GuestTest { name: name.into(), command: command.into(), is_oracle: false, subject: Subject::Sources }
+    }
+
+    /// The same test, which depends on this.
+    pub fn of(self, subject: Subject) -> GuestTest {
+        GuestTest { subject, ..self }
     }
 
     /// A test that is an oracle.

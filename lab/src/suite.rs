@@ -5,6 +5,7 @@ use std::process::Command;
 use std::sync::{OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
+use crate::batch::TestResult;
 use crate::failure::{Failure, Place, TestName};
 use crate::history::{self, Record};
 use crate::host_tests::{Manner, ProgramTime, TestProgram};
@@ -298,17 +299,35 @@ fn lab_programs(steps: &Steps, binaries: mpsc::Receiver<TestBinaries>) -> Option
     None
 }
 
+/// Tests of a part that depend on the same.
+struct SameContent {
+    names: Vec<String>,
+    /// None if it is not known, which is not the same as any.
+    content: Option<Content>,
+}
+
 fn lab_step(steps: &Steps, extent: Extent, programs: &Programs, part: Part) {
     let name = format!("lab {}", part.name());
-    // A content that is not known is not the same.
-    let content = content_of(part, extent).ok().flatten();
-    if let Some(date) = content.as_ref().and_then(|content| content.passed(&name)) {
-        steps.note(&format!("not run again: {name} has passed on the same content, on {date}"));
+    let passed = |tests: &SameContent| tests.content.as_ref().and_then(|content| content.passed(&name));
+    let all = contents_of(programs, part, extent).unwrap_or_default();
+    let number = all.len();
+    let (due, before): (Vec<SameContent>, Vec<SameContent>) =
+        all.into_iter().partition(|tests| passed(tests).is_none());
+    for tests in &before {
+        let which = if due.is_empty() { name.clone() } else { format!("{name}: {}", tests.names.join(", ")) };
+        let date = passed(tests).unwrap_or_default();
+        steps.note(&format!("not run again: {which} has passed on the same content, on {date}"));
+    }
+    if number > 0 && due.is_empty() {
         return;
     }
+    // None that is named are all.
+    let named = if before.is_empty() { Vec::new() } else { due.iter().flat_map(|tests| tests.names.clone()).collect() };
     let log = steps.log(&name);
-    let has_passed = steps.run(&name, || match programs.run(part, extent, &[], NICENESS, &log) {
-        Ok(results) => {
+    let mut results = Vec::new();
+    steps.run(&name, || match programs.run(part, extent, &named, NICENESS, &log) {
+        Ok(found) => {
+            results = found;
             let lines: Vec<String> = results.iter().map(|result| result.line()).collect();
             let text = lines.join("\n");
             if results.iter().all(|result| result.failure.is_none()) {
@@ -324,21 +343,35 @@ fn lab_step(steps: &Steps, extent: Extent, programs: &Programs, part: Part) {
             Outcome::TestsFailed(vec![failure], error.to_string())
         }
     });
-    if let Some(content) = content.filter(|_| has_passed)
-        && let Err(error) = content.keep(&name)
-    {
-        progress!("{error}");
+    for content in due.iter().filter(|tests| have_passed(tests, &results)).filter_map(|tests| tests.content.as_ref()) {
+        if let Err(error) = content.keep(&name) {
+            progress!("{error}");
+        }
     }
 }
 
-/// What a part of the lab's tests depends on.
-fn content_of(part: Part, extent: Extent) -> Result<Option<Content>> {
+/// Whether the results have each of the tests, and no failure of one of them or of a whole machine.
+fn have_passed(tests: &SameContent, results: &[TestResult]) -> bool {
+    let is_of_them = |result: &TestResult| result.test.as_ref().is_none_or(|test| tests.names.contains(test));
+    let has_run = |name: &String| results.iter().any(|result| result.test.as_ref() == Some(name));
+    let passed = results.iter().filter(|result| is_of_them(result)).all(|result| result.failure.is_none());
+    !results.is_empty() && tests.names.iter().all(has_run) && passed
+}
+
+/// The tests of a part, with what they depend on.
+fn contents_of(programs: &Programs, part: Part, extent: Extent) -> Result<Vec<SameContent>> {
     let mut words = vec![extent.name().to_owned()];
     for &kernel in part.kernels(extent) {
         words.push(kernel_build::image(kernel)?.path().display().to_string());
     }
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    Content::of_source(&words)
+    let subjects = programs.subjects(part, extent)?;
+    let with_content = |(subject, names): (_, Vec<String>)| {
+        // What these run is in the content, too.
+        let words = words.iter().copied().chain(names.iter().map(String::as_str)).collect::<Vec<_>>();
+        Ok(SameContent { content: Content::of_tests(&subject, &words)?, names })
+    };
+    subjects.into_iter().map(with_content).collect()
 }
 
 fn first_line(text: &str) -> String {
@@ -615,6 +648,22 @@ mod tests {
                 assert!(!section.contains("test = false"), "{} has a binary without a harness", manifest.display());
             }
         }
+    }
+
+    #[test]
+    fn tests_have_passed_if_each_of_them_has_and_their_machine() {
+        let tests = SameContent { names: vec!["a".to_owned(), "b".to_owned()], content: None };
+        let result = |test: Option<&str>, failure: Option<&str>| TestResult {
+            test: test.map(str::to_owned),
+            ..TestResult::new("ldt: a test", failure.map(str::to_owned), None)
+        };
+        let [a, b, machine] = [result(Some("a"), None), result(Some("b"), None), result(None, None)];
+        let of = |results: &[&TestResult]| have_passed(&tests, &results.iter().copied().cloned().collect::<Vec<_>>());
+        assert!(of(&[&a, &b, &machine]));
+        assert!(of(&[&a, &b, &machine, &result(Some("c"), Some("failed"))]), "it is another's failure");
+        assert!(!of(&[&a, &machine]) && !of(&[]), "a test that has not run has not passed");
+        assert!(!of(&[&a, &b, &result(Some("b"), Some("failed"))]));
+        assert!(!of(&[&a, &b, &result(None, Some("the kernel has warned"))]));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The tests of the lab: which run in which machine.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -7,7 +8,7 @@ use std::process::Command;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use crate::batch::{self, GuestTest, TestResult};
+use crate::batch::{self, GuestTest, Subject, TestResult};
 use crate::kernel::Kernel;
 use crate::machine::Machine;
 use crate::test_programs::{CPrograms, TestBinaries};
@@ -278,8 +279,7 @@ impl Programs {
         let arriving =
             if part == Part::Migration && tests.len() > 1 { tests.split_off(tests.len() - 1) } else { Vec::new() };
         let mut results = batch::run(machine.clone(), &tests, extent.hangs_s(), &self.directory.0, log)?;
-        // Costs are compared where the clock counts instructions, which a busy host does not distort.
-        let cost = GuestTest::new("the series' selftest of costs", format!("{} cost", self.c.selftest()));
+        let cost = self.cost();
         if part == Part::Ldt && is_meant(&cost) {
             let mut counting = machine.clone();
             counting.counts_instructions = true;
@@ -289,6 +289,29 @@ impl Programs {
             results.extend(batch::run(machine, &arriving, extent.hangs_s(), &self.directory.0, log)?);
         }
         Ok(results)
+    }
+
+    /// The names of the tests of a part, by what they depend on. A part that runs no single tests
+    /// has none, and depends on all sources.
+    ///
+    /// # Errors
+    /// If a test binary is missing.
+    pub fn subjects(&self, part: Part, extent: Extent) -> Result<BTreeMap<Subject, Vec<String>>> {
+        if matches!(part, Part::Selftests | Part::Series) {
+            return Ok(BTreeMap::from([(Subject::Sources, Vec::new())]));
+        }
+        let mut subjects: BTreeMap<Subject, Vec<String>> = BTreeMap::new();
+        let cost = (part == Part::Ldt).then(|| self.cost());
+        for test in tests(part, extent, self)?.into_iter().filter(|test| test.name != PRESSURE).chain(cost) {
+            subjects.entry(test.subject).or_default().push(test.name);
+        }
+        Ok(subjects)
+    }
+
+    /// Costs are compared where the clock counts instructions, which a busy host does not distort.
+    fn cost(&self) -> GuestTest {
+        let command = format!("{} cost", self.c.selftest());
+        GuestTest::new("the series' selftest of costs", command).of(Subject::Kernel)
     }
 
     /// Where programs are compiled for a machine that has no compiler.
@@ -405,7 +428,7 @@ const QEMU_FILES: [&str; 5] = [
 /// The tests of a part, in order.
 fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTest>> {
     let (seconds, c) = (extent.seconds(), &programs.c);
-    let selftest = || GuestTest::new("the series' selftest", c.selftest());
+    let selftest = || GuestTest::new("the series' selftest", c.selftest()).of(Subject::Kernel);
     let mut tests = Vec::new();
     if !matches!(part, Part::Redis | Part::KvmLog | Part::Svm | Part::Vmx | Part::Migration)
         && (extent == Extent::Full || part != Part::Debian12)
@@ -417,7 +440,8 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
     match part {
         Part::Ldt => {
             tests.push(selftest());
-            tests.push(GuestTest::oracle("what is written after MADV_FREE stays", c.madv_free()));
+            let stays = GuestTest::oracle("what is written after MADV_FREE stays", c.madv_free());
+            tests.push(stays.of(Subject::Kernel));
             for &seed in extent.seeds() {
                 tests.push(oracle(c, seed, seconds, ""));
                 tests.push(oracle(c, 10 + seed, seconds, "-m written"));
@@ -432,7 +456,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 ("the hostile caller notices a mistake", c.hostile()),
                 ("a missed page is noticed as trackers come and go", c.users()),
             ] {
-                tests.push(GuestTest::new(name, format!("{program} -b; [ $? = 1 ]")));
+                tests.push(GuestTest::new(name, format!("{program} -b; [ $? = 1 ]")).of(Subject::Kernel));
             }
             if let Some(binaries) = &programs.binaries {
                 let trackers = &binaries.find("pagemark", "pagemark")?.path;
@@ -445,7 +469,8 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 };
                 let skipped: String = skipped.iter().map(|name| format!(" --skip {name}")).collect();
                 let command = libtest(trackers, &format!("--test-threads 2 track::{skipped}"));
-                tests.push(GuestTest::new("Pagemark's trackers", format!("{cases}{command}")));
+                let trackers = Subject::Binary(trackers.clone());
+                tests.push(GuestTest::new("Pagemark's trackers", format!("{cases}{command}")).of(trackers));
                 tests.push(regions(binaries, "the dirty bits")?);
                 let processes = &binaries.find("pagemark-testing", "comes_back")?.path;
                 tests.push(match extent {
@@ -616,7 +641,11 @@ fn older_kernel(binaries: &TestBinaries, extent: Extent) -> Result<Vec<GuestTest
     let quick = format!("{start} PROPTEST_CASES=4; ");
     let cases = if extent == Extent::Quick { quick } else { format!("{start}; ") };
     let test = |name: &str, crate_name: &str, target: &str, arguments: &str| -> Result<GuestTest> {
-        Ok(GuestTest::new(name, cases.clone() + &libtest(&binaries.find(crate_name, target)?.path, arguments)))
+        let binary = &binaries.find(crate_name, target)?.path;
+        // The others start programs that users do.
+        let is_alone = ["pagemark", "pagemark-linux"].contains(&crate_name);
+        let subject = if is_alone { Subject::Binary(binary.clone()) } else { Subject::Sources };
+        Ok(GuestTest::new(name, cases.clone() + &libtest(binary, arguments)).of(subject))
     };
     if extent == Extent::Quick {
         // doctor itself takes minutes in emulation; these are the probes that it prints.
@@ -662,25 +691,24 @@ fn guest_of_xen(binaries: &TestBinaries) -> Result<Vec<GuestTest>> {
 
 fn oracle(c: &CPrograms, seed: u32, seconds: u64, options: &str) -> GuestTest {
     let space = if options.is_empty() { "" } else { " " };
-    GuestTest::oracle(
-        format!("oracle{space}{options}, seed {seed}"),
-        format!("{} -s {seconds} -t 4 -r {seed}{space}{options}", c.oracle()),
-    )
+    let command = format!("{} -s {seconds} -t 4 -r {seed}{space}{options}", c.oracle());
+    GuestTest::oracle(format!("oracle{space}{options}, seed {seed}"), command).of(Subject::Kernel)
 }
 
 fn hostile(c: &CPrograms, seed: u32, seconds: u64) -> GuestTest {
     let command = format!("{} -s {seconds} -r {seed}", c.hostile());
-    GuestTest::oracle(format!("hostile callers, seed {seed}"), command)
+    GuestTest::oracle(format!("hostile callers, seed {seed}"), command).of(Subject::Kernel)
 }
 
 fn users(c: &CPrograms, seed: u32, seconds: u64) -> GuestTest {
     let command = format!("{} -s {seconds} -r {seed}", c.users());
-    GuestTest::oracle(format!("trackers come and go, seed {seed}"), command)
+    GuestTest::oracle(format!("trackers come and go, seed {seed}"), command).of(Subject::Kernel)
 }
 
 fn regions(binaries: &TestBinaries, mechanism: &str) -> Result<GuestTest> {
-    let command = libtest(&binaries.find("pagemark", "region")?.path, "--exact those_of_which_there_is_one_behave");
-    Ok(GuestTest::new(format!("regions by {mechanism}"), command))
+    let binary = &binaries.find("pagemark", "region")?.path;
+    let command = libtest(binary, "--exact those_of_which_there_is_one_behave");
+    Ok(GuestTest::new(format!("regions by {mechanism}"), command).of(Subject::Binary(binary.clone())))
 }
 
 /// A command that runs tests of a binary, and fails if the arguments select none.

@@ -1,41 +1,53 @@
-//! The steps that have passed on the same content: they need not run again.
+//! The tests of the lab that have passed on the same content: they need not run again.
 //!
-//! The content is all that a step of the lab can depend on: the sources of the product, of the lab
-//! and of the kernel's series, the versions of the compiler and of the emulator, and the extent. It
-//! is compared by its hash; a step that has failed, or of which a test was flaky, is not kept.
+//! The content is all that tests can depend on: the sources of the lab and of the kernel's series,
+//! the versions of the compiler and of the emulator, the extent; and the sources of the product, or
+//! the test binary, for those that run it. It is compared by its hash; of a step, the tests of one
+//! subject are kept together, and are not kept if one of them has failed, or was flaky.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use sha2::{Digest, Sha256};
 
+use crate::batch::Subject;
 use crate::{Error, Result, cache, command, source_root};
 
-/// What the lab's steps are built from and configured by. `target` and files that git ignores are
-/// not in it.
-const SOURCES: [&str; 6] = ["Cargo.lock", "Cargo.toml", "crates", "kernel", "lab", "papers"];
+/// What all of the lab's tests are built from and configured by. `target` and files that git
+/// ignores are not in it.
+const OF_LAB: [&str; 4] = ["Cargo.lock", "Cargo.toml", "kernel", "lab"];
+/// The programs that test binaries start.
+const OF_PROGRAMS: [&str; 1] = ["crates/pagemark-testing"];
+/// The product.
+const OF_PRODUCT: [&str; 2] = ["crates", "papers"];
 /// The programs that build and run them.
 const TOOLS: [[&str; 2]; 3] = [["rustc", "-vV"], ["gcc", "--version"], ["qemu-system-x86_64", "--version"]];
 
-/// The content that steps depend on.
+/// The content that tests depend on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Content {
     hash: String,
 }
 
 impl Content {
-    /// That of the source tree, with words for what else a step depends on. None where git does not
-    /// know the files, so that nothing is certain.
+    /// That of tests of a subject, with words for what else they depend on. None where git does not
+    /// know the sources, so that nothing is certain.
     ///
     /// # Errors
     /// If a file cannot be read.
-    pub fn of_source(words: &[&str]) -> Result<Option<Content>> {
+    pub fn of_tests(subject: &Subject, words: &[&str]) -> Result<Option<Content>> {
+        let (sources, binary): (&[&str], _) = match subject {
+            Subject::Kernel => (&[], None),
+            Subject::Binary(path) => (&OF_PROGRAMS, Some(path.clone())),
+            Subject::Sources => (&OF_PRODUCT, None),
+        };
         let mut list = Command::new("git");
-        list.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--"]).args(SOURCES);
+        list.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--"]).args(OF_LAB).args(sources);
         let Ok(files) = command::output(list.current_dir(source_root()), "listing the sources", "") else {
             return Ok(None);
         };
-        let files: Vec<PathBuf> = files.split('\0').filter(|name| !name.is_empty()).map(PathBuf::from).collect();
+        let sources = files.split('\0').filter(|name| !name.is_empty()).map(PathBuf::from);
+        let files: Vec<PathBuf> = sources.chain(binary).collect();
         let mut versions = Vec::new();
         for [tool, argument] in TOOLS {
             versions.push(command::output(Command::new(tool).arg(argument), tool, "install it")?);
@@ -64,12 +76,12 @@ impl Content {
         Ok(Content { hash: hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect() })
     }
 
-    /// When a step has passed on this content, if it has.
+    /// When tests of a step have passed on this content, if they have.
     pub fn passed(&self, step: &str) -> Option<String> {
         std::fs::read_to_string(self.record(step)).ok().map(|text| text.trim().to_owned())
     }
 
-    /// Keeps that a step has passed.
+    /// Keeps that tests of a step have passed.
     ///
     /// # Errors
     /// If the record cannot be written.
@@ -113,9 +125,22 @@ mod tests {
     }
 
     #[test]
-    fn the_source_tree_has_a_content() {
-        let content = Content::of_source(&["quick"]).unwrap();
-        assert_eq!(Content::of_source(&["quick"]).unwrap(), content);
-        assert!(content.is_none_or(|content| content.passed("no such step").is_none()));
+    fn each_subject_has_a_content_of_its_own() {
+        let directory = tempfile::tempdir().unwrap();
+        let binary = directory.path().join("binary");
+        std::fs::write(&binary, "one").unwrap();
+        let of_binary = Subject::Binary(binary.clone());
+        let content = |subject| Content::of_tests(subject, &["quick"]).unwrap();
+        let subjects = [Subject::Kernel, of_binary.clone(), Subject::Sources];
+        let contents = subjects.each_ref().map(content);
+        assert_eq!(subjects.each_ref().map(content), contents);
+        if contents[0].is_none() {
+            return;
+        }
+        assert!(contents[0] != contents[1] && contents[1] != contents[2] && contents[0] != contents[2]);
+        assert!(contents.iter().flatten().all(|content| content.passed("no such step").is_none()));
+        std::fs::write(&binary, "two").unwrap();
+        assert_ne!(content(&of_binary), contents[1]);
+        assert_eq!(content(&Subject::Kernel), contents[0]);
     }
 }
