@@ -275,6 +275,12 @@ impl Programs {
         if tests.is_empty() {
             return Ok(Vec::new());
         }
+        if extent == Extent::Full {
+            // As many repetitions as the full tests of the host make, and no more cases than the short ones.
+            for test in &mut tests {
+                test.command.insert_str(0, "export PAGEMARK_CASES_FACTOR=1; ");
+            }
+        }
         // What moves arrives on another machine.
         let arriving =
             if part == Part::Migration && tests.len() > 1 { tests.split_off(tests.len() - 1) } else { Vec::new() };

@@ -1,4 +1,4 @@
-//! The number of cases of a property.
+//! The number of cases of a property, and of repetitions of a test.
 
 use proptest::test_runner::Config;
 
@@ -12,6 +12,12 @@ pub fn cases(cases: u32) -> Config {
         return config;
     }
     Config { cases: cases.saturating_mul(factor()), ..config }
+}
+
+/// What the long run of the tests repeats more often: `few` in any other run, `many` in that one,
+/// which sets `$PAGEMARK_CASES_FACTOR`.
+pub fn repetitions<T>(few: T, many: T) -> T {
+    if std::env::var_os("PAGEMARK_CASES_FACTOR").is_some() { many } else { few }
 }
 
 /// `$PAGEMARK_CASES_FACTOR`, by which the long run of the tests multiplies their cases; 1 in any

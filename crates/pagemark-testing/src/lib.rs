@@ -40,7 +40,7 @@ mod trackee;
 mod until_exit;
 
 pub use as_linux::{LINUX_VERSIONS, again_as_older_linux, as_linux, reason_without_as_linux};
-pub use cases::{cases, factor};
+pub use cases::{cases, factor, repetitions};
 pub use executable::{copy_executable, executable};
 pub use fault_at::{Ended, Fault, run_with_fault};
 pub use huge_pages::HugePages;

@@ -11,7 +11,7 @@ use pagemark_linux::page_faults;
 use pagemark_linux::pagemap::Pagemap;
 use pagemark_linux::scratch::Scratch;
 use pagemark_linux::userfaultfd::{Userfaultfd, WRITE_PROTECT_SHARED};
-use pagemark_testing::{assert_oracle, assert_oracle_eq, cases};
+use pagemark_testing::{assert_oracle, assert_oracle_eq, cases, is_emulated, repetitions};
 use proptest::prelude::*;
 
 use super::adaptive::{Adaptive, HOT_AFTER, PROBE_SLICES};
@@ -707,6 +707,8 @@ fn threads_that_write_all_the_time_lose_nothing_with_ldt() {
 fn what_a_collect_leaves_open_is_reported_again() {
     let _alone = CLEARS_OF_THE_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     let leave_open = [Mechanism::Adaptive, Mechanism::PagemapScan, Mechanism::Mprotect, Mechanism::Uffd];
+    // Faults take long in emulation.
+    let rounds = if is_emulated() { repetitions(30, 300) } else { 300 };
     for (mechanism, sole_use) in leave_open.into_iter().flat_map(|mechanism| [(mechanism, false), (mechanism, true)]) {
         let scratch = Scratch::new(64);
         (0..64).for_each(|page| scratch.write(page, 1));
@@ -716,7 +718,7 @@ fn what_a_collect_leaves_open_is_reported_again() {
         let all = one(scratch.range());
         let is_reported = |dirty: &RangeSet| dirty.contains(scratch.address(60));
         collected(&mut *tracker, &all);
-        for round in 0..300 {
+        for round in 0..rounds {
             tracker.begin_interval().unwrap();
             (0..32).for_each(|page| scratch.write(page, round));
             assert!(!is_reported(&collected(&mut *tracker, &all)), "{mechanism}");
