@@ -10,7 +10,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark_testing::{
-    MachinePaths, Qemu, SplitMix, TestMonitor, assert_oracle, guest_program, skip, wait_for, with_disk,
+    MachinePaths, Qemu, SplitMix, TestMonitor, assert_oracle, guest_program, repetitions, skip, wait_for, with_disk,
 };
 use pagemark_vm::can_hold_writes;
 use serde_json::json;
@@ -187,14 +187,15 @@ fn killed_at_any_instant_it_leaves_the_machine_running() {
     // As a command leaves it that is killed in the microseconds in which the socket in it has a name.
     let temporary = tempfile::tempdir().expect("a directory");
     std::fs::create_dir(temporary.path().join("pagemark-nbd-left")).expect("it is new");
-    for round in 0..40 {
+    let rounds = repetitions(14, 40);
+    for round in 0..rounds {
         let strategy = if round % 2 == 1 && can_hold_writes() { "copy-on-write" } else { "pre-copy" };
         let every = ["--every", "1ms", "--keep-last", "3", "--strategy", strategy];
         let mut command = pagemark.command(&[&["vm", "attach"], &every[..], &[&monitor]].concat());
         command.env("TMPDIR", temporary.path());
         let mut child =
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
-        std::thread::sleep(Duration::from_millis(random.below(150 + 5 * round)));
+        std::thread::sleep(Duration::from_millis(random.below(150 + 200 * round / rounds)));
         kill(Pid::from_raw(child.id() as i32), Signal::SIGKILL).expect("our child");
         child.wait().expect("our child");
         wait_for("the machine to run", || own.is_running().then_some(()));

@@ -17,7 +17,8 @@ use pagemark_replay::{Interval, Observer, SimulatedInterval, instructions_of};
 use pagemark_simulate::trace::{Trace, TracedAccess};
 use pagemark_simulate::{Kind, Merged, Results};
 use pagemark_testing::{
-    MachinePaths, QEMU, RAM_BYTES, TestMonitor, disk_program, guest_program, network_program, skip, wait_until,
+    MachinePaths, QEMU, RAM_BYTES, TestMonitor, disk_program, guest_program, network_program, repetitions, skip,
+    wait_until,
 };
 use pagemark_vm::{
     ErrorKind, InputList, OwnQemu, VmTarget, deterministic_command, deterministic_disks, deterministic_inputs,
@@ -108,9 +109,10 @@ fn intervals_are_together_what_one_long_simulation_is() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let paths = MachinePaths::default();
-    let repository = record(&paths, 3);
+    let last = repetitions(3, 4);
+    let repository = record(&paths, last as usize - 1);
     let count = |sequence| instructions_of(&repository.read("vm", sequence).unwrap()).unwrap();
-    assert!((1..4).all(|sequence| count(sequence + 1) >= count(sequence) + EVERY));
+    assert!((1..last).all(|sequence| count(sequence + 1) >= count(sequence) + EVERY));
     let serial = std::fs::read(paths.join("serial")).unwrap();
     for kind in Kind::ALL {
         let simulate = |from, to| {
@@ -120,9 +122,9 @@ fn intervals_are_together_what_one_long_simulation_is() {
             };
             simulate(&repository, from, to, &observer)
         };
-        let parts: Vec<SimulatedInterval> = (1..4).map(|sequence| simulate(sequence, sequence + 1)).collect();
-        let long = simulate(1, 4);
-        assert_eq!(long.instructions, count(4) - count(1));
+        let parts: Vec<SimulatedInterval> = (1..last).map(|sequence| simulate(sequence, sequence + 1)).collect();
+        let long = simulate(1, last);
+        assert_eq!(long.instructions, count(last) - count(1));
         assert_eq!(parts.iter().map(|part| part.instructions).sum::<u64>(), long.instructions);
         assert_eq!(parts.iter().map(|part| part.begun).sum::<u64>(), long.begun, "{kind}");
         let results: Vec<&Results> = parts.iter().map(|part| part.results.as_ref().unwrap()).collect();
@@ -154,9 +156,9 @@ fn intervals_are_together_what_one_long_simulation_is() {
         let codes = blocks.iter().flat_map(|block| block.instructions.clone()).collect::<Vec<_>>();
         (codes, blocks.into_iter().flat_map(|block| block.accesses).collect::<Vec<_>>())
     };
-    let long = trace(1, 4);
+    let long = trace(1, last);
     let (mut codes, mut accesses) = (Vec::new(), Vec::new());
-    for from in 1..4 {
+    for from in 1..last {
         let (next, mut next_accesses) = trace(from, from + 1);
         next_accesses.iter_mut().for_each(|access| access.instruction += codes.len() as u64);
         codes.extend(next);
@@ -311,13 +313,14 @@ impl TwoDisks {
 #[test]
 fn intervals_of_a_machine_with_disks_are_together_what_one_long_simulation_is() {
     let Some(disks) = TwoDisks::make() else { skip!("no QEMU, or no compiler for its guest") };
-    let repository = disks.record(4);
+    let last = repetitions(3, 5);
+    let repository = disks.record(last as usize - 1);
     let roots = |sequence| {
         let spaces = repository.read("vm", sequence).unwrap().manifest.spaces.clone();
         let disks = spaces.into_iter().filter(|space| matches!(space.kind, SpaceKind::Disk { .. }));
         disks.map(|space| space.root).collect::<Vec<_>>()
     };
-    for sequence in 1..5 {
+    for sequence in 1..last {
         let (before, after) = (roots(sequence), roots(sequence + 1));
         assert!(before.len() == 2 && before[0] != after[0] && before[1] != after[1], "both were written");
     }
@@ -325,8 +328,9 @@ fn intervals_of_a_machine_with_disks_are_together_what_one_long_simulation_is() 
     let before = images();
     for kind in [Kind::Mix, Kind::Hot] {
         let observer = Observer::Simulator(kind);
-        let parts: Vec<_> = (1..5).map(|sequence| simulate(&repository, sequence, sequence + 1, &observer)).collect();
-        let long = simulate(&repository, 1, 5, &observer);
+        let parts: Vec<_> =
+            (1..last).map(|sequence| simulate(&repository, sequence, sequence + 1, &observer)).collect();
+        let long = simulate(&repository, 1, last, &observer);
         assert_eq!(parts.iter().map(|part| part.begun).sum::<u64>(), long.begun, "{kind}");
         let mut sum = parts[0].results.clone().unwrap();
         parts[1..].iter().for_each(|next| sum.merge(next.results.as_ref().unwrap()).unwrap());

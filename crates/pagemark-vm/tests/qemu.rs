@@ -13,8 +13,8 @@ use pagemark::repository::{Repository, SpaceKind};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, MemoryStore, PAGE_SIZE, PageNumber, PageTree, Store};
 use pagemark_testing::{
-    MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, assert_oracle, assert_oracle_eq, guest_program, skip, wait_for,
-    with_disk,
+    MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, assert_oracle, assert_oracle_eq, guest_program, repetitions,
+    skip, wait_for, with_disk,
 };
 use pagemark_vm::{ErrorKind, Restore, VmTarget, can_hold_writes};
 use restored::{Restored, restore};
@@ -58,7 +58,7 @@ fn the_restored_memory_is_the_memory_at_the_checkpoint() {
         let target = VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap();
         let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
         let mut dumps = Vec::new();
-        for round in 0..4 {
+        for round in 0..repetitions(2, 4) {
             // Also checkpoints of a machine that runs, between those with a dump.
             job.checkpoint().unwrap();
             assert!(own.is_running());
