@@ -18,8 +18,8 @@ use pagemark::{Address, AddressRangeExt, ByteCount, Mechanism, PAGE_SIZE, RangeS
 use pagemark_heap::grouping::ByHistory;
 use pagemark_heap::{Form, Heap, HeapTracker, Parts};
 use pagemark_testing::{
-    SplitMix, assert_oracle, assert_unviolated, copy_executable, in_own_session, rounds, skip, trackee, wait_for,
-    wait_for_described,
+    SplitMix, assert_oracle, assert_unviolated, copy_executable, in_own_session, repetitions, rounds, skip, trackee,
+    wait_for, wait_for_described,
 };
 use support::{Pagemark, Restored, children, is_alive, kill_and_wait, kill_tree, now_unix_us};
 
@@ -152,7 +152,7 @@ fn run_and_kill(pagemark: &Pagemark, program: &[String], of: &Path, mechanism: &
     wait_for("the machine", || is_in_machine(target).then_some(()));
     goes_on(pagemark, of, target, "at the begin");
     let files = open_files(target);
-    for _ in 0..4 {
+    for _ in 0..repetitions(2, 4) {
         pagemark.checkpoint_after("job", now_unix_us());
         goes_on(pagemark, of, target, "after a checkpoint");
     }
@@ -254,7 +254,7 @@ fn a_restore_out_of_the_machine_that_is_killed_leaves_no_part() {
         };
         pagemark_linux::proc::processes().expect("/proc").into_iter().filter(is_one).collect()
     };
-    for after_ms in [40, 70, 90, 110, 130, 150, 180, 220, 300] {
+    for after_ms in [40, 70, 90, 110, 130, 150, 180, 220, 300].into_iter().step_by(repetitions(2, 1)) {
         let mut restoring =
             pagemark.command(&["restore", "--without-kvm", "--detach", "job"]).spawn().expect("a restore");
         std::thread::sleep(Duration::from_millis(after_ms));
@@ -510,8 +510,8 @@ fn a_program_that_checks_its_memory_comes_back() {
 /// Checkpoints come in the midst of an `execve`, and at the first instructions of a program.
 #[test]
 fn a_program_that_executes_itself_goes_on() {
-    const CHECKPOINTS: u64 = 80;
     need_machine!();
+    let last = repetitions(30, 80);
     let pagemark = Pagemark::new();
     let script = pagemark.directory().join("again");
     std::fs::write(&script, "#!/bin/sh\necho >> rounds\nexec \"$0\"\n").expect("our directory");
@@ -521,7 +521,7 @@ fn a_program_that_executes_itself_goes_on() {
     let target = runner.target();
     wait_for("checkpoints", || {
         assert_oracle!(is_alive(target), "it ended: {}", pagemark.log());
-        pagemark.checkpoints("job").iter().any(|listed| listed.sequence >= CHECKPOINTS).then_some(())
+        pagemark.checkpoints("job").iter().any(|listed| listed.sequence >= last).then_some(())
     });
     let rounds = || std::fs::metadata(pagemark.directory().join("rounds")).map_or(0, |file| file.len());
     let before = rounds();

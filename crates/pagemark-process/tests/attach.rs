@@ -23,7 +23,7 @@ use pagemark_process::ErrorKind;
 use pagemark_process::saver::RegisterSaver;
 use pagemark_process::target::ProcessTarget;
 use pagemark_testing::{
-    Swap, assert_oracle, assert_oracle_eq, directory_until_exit, patience, pause_32, skip, wait_until,
+    Swap, assert_oracle, assert_oracle_eq, directory_until_exit, patience, pause_32, repetitions, skip, wait_until,
 };
 use pagemark_trace::freezer::Freezer;
 use pagemark_trace::inject;
@@ -123,18 +123,19 @@ fn no_userfaultfd_within(pid: i32) -> bool {
 }
 
 #[test]
-fn two_hundred_injections_disturb_no_process() {
+fn many_injections_disturb_no_process() {
+    let number = repetitions(50, 200);
     for mode in ["sleep", "compute", "sequence", "poll", "threads", "signals", "filter"] {
         let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
         steady.goes_on();
         let begin = Instant::now();
-        for _ in 0..200 {
+        for _ in 0..number {
             match userfaultfd_in(steady.pid()) {
                 Ok(descriptor) => drop(descriptor),
                 Err(error) => panic!("{mode}: {error}"),
             }
         }
-        eprintln!("{mode}: {:?} an injection", begin.elapsed() / 200);
+        eprintln!("{mode}: {:?} an injection", begin.elapsed() / number);
         assert!(no_userfaultfd_within(steady.pid()) || mode == "threads");
         steady.goes_on();
     }
@@ -320,7 +321,8 @@ fn injects_until_it_is_killed() {
 fn killed_at_any_instant_it_leaves_the_target_alone() {
     for mode in ["sleep", "threads", "compute"] {
         let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
-        for round in 0..60u64 {
+        let rounds = repetitions(20u64, 60);
+        for round in 0..rounds {
             let mut injector = Command::new(std::env::current_exe().unwrap());
             injector.args(["--exact", "injects_until_it_is_killed", "--nocapture"]).process_group(0);
             injector.env("PAGEMARK_INJECT_INTO", steady.pid().to_string()).stdout(Stdio::piped());
@@ -328,7 +330,7 @@ fn killed_at_any_instant_it_leaves_the_target_alone() {
             let mut lines = BufReader::new(injector.stdout.take().unwrap()).lines();
             while lines.next().unwrap().unwrap() != "begins" {}
             // The instants are spread over somewhat more than the time of an injection.
-            std::thread::sleep(Duration::from_micros(round * 37 % 2000));
+            std::thread::sleep(Duration::from_micros(round * 2220 / rounds % 2000));
             injector.kill().unwrap();
             injector.wait().unwrap();
             steady.goes_on();
@@ -350,7 +352,7 @@ fn killed_at_any_instant_it_leaves_the_target_alone() {
 fn a_frozen_tree_stops_and_resumes() {
     for mode in ["sleep", "threads", "signals", "compute"] {
         let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
-        for _ in 0..50 {
+        for _ in 0..repetitions(15, 50) {
             steady.goes_on();
             let freezer = Freezer::freeze(Process::find(steady.pid()).unwrap()).unwrap();
             let before = steady.rounds();

@@ -13,7 +13,7 @@ use pagemark_process::criu::DumpOptions;
 use pagemark_process::restore::{Restore, RestoreEvent};
 use pagemark_process::saver::CriuSaver;
 use pagemark_process::target::ProcessTarget;
-use pagemark_testing::{finding, patience, skip, wait_until};
+use pagemark_testing::{finding, patience, repetitions, skip, wait_until};
 use support::{Checkpoints, Program};
 
 /// Skips the test where the mechanism does not find what is written to shared memory.
@@ -99,7 +99,7 @@ fn every_write_comes_back(mechanism: Mechanism, count: u64) {
 
 #[test]
 fn every_write_of_a_family_of_processes_comes_back() {
-    every_write_comes_back(Mechanism::choose(Scope::Process), 8);
+    every_write_comes_back(Mechanism::choose(Scope::Process), repetitions(4, 8));
 }
 
 #[test]
