@@ -15,7 +15,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use attacker::{ASIDES, Roots, UsersDirectory};
-use pagemark_testing::{QEMU, SplitMix, assert_oracle, copy_executable, guest_program, skip, wait_for};
+use pagemark_testing::{QEMU, SplitMix, assert_oracle, copy_executable, guest_program, repetitions, skip, wait_for};
 use serde_json::Value;
 use subject::{NOBODY, has_criu, public_directory, stderr};
 use support::{Pagemark, Restored, children, kill_tree};
@@ -252,7 +252,8 @@ fn attack(kind: Kind) {
 
 /// Repeats campaigns for as many seconds as `PAGEMARK_ATTACK_SECONDS` says.
 fn for_its_time(mut campaign: impl FnMut(&mut SplitMix, &mut Met)) {
-    let seconds = std::env::var("PAGEMARK_ATTACK_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(10);
+    let seconds = std::env::var("PAGEMARK_ATTACK_SECONDS").ok().and_then(|text| text.parse().ok());
+    let seconds = seconds.unwrap_or(repetitions(4, 10));
     let (begin, mut met) = (Instant::now(), Met::default());
     let mut random = SplitMix(std::process::id().into());
     while begin.elapsed() < Duration::from_secs(seconds) {

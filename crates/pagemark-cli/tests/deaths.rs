@@ -14,13 +14,10 @@ use std::time::{Duration, Instant};
 
 use pagemark::repository::Repository;
 use pagemark_testing::{
-    SplitMix, assert_oracle, assert_unviolated, finding, patience, rounds, skip, trackee, wait_for,
+    SplitMix, assert_oracle, assert_unviolated, finding, patience, repetitions, rounds, skip, trackee, wait_for,
 };
 use subject::{Subject, continues, descriptors, has_criu, is_root, untouched, verifies, wait_until_left_alone};
 use support::{Pagemark, Runner, is_alive, kill_and_wait};
-
-/// How often an attached Pagemark is killed.
-const ROUNDS: u64 = 40;
 
 /// Directories with the state of a process that no process uses any more.
 fn left_over() -> BTreeSet<PathBuf> {
@@ -121,8 +118,9 @@ fn killed_at_any_instant_it_harms_nothing() {
     let spread_ms = 150 + begin.elapsed().as_millis() as u64 * 3 / 2;
     let mut count = opens(&pagemark.repository(), 1);
     let mut seen = BTreeSet::new();
-    for round in 0..ROUNDS {
-        let ms = round * spread_ms / ROUNDS + random.below(20);
+    let all_rounds = repetitions(16, 40);
+    for round in 0..all_rounds {
+        let ms = round * spread_ms / all_rounds + random.below(20);
         let when = format!("attach was killed after {ms} ms");
         let mut child = attach(&pagemark, &["--every", "50ms"], tortured.pid);
         std::thread::sleep(Duration::from_millis(ms));
@@ -169,7 +167,7 @@ fn killed_while_it_commits_it_loses_nothing() {
     let (mut count, mut round, mut is_made) = (0, 0, false);
     let deadline = Instant::now() + patience();
     // A busy machine completes few checkpoints in these rounds: then more and longer rounds follow.
-    while round < 36 || (count < 5 && Instant::now() < deadline) {
+    while round < repetitions(15, 36) || (count < 5 && Instant::now() < deadline) {
         // `full` writes the most. Every third round writes only a little.
         let mechanism = if round % 3 == 0 { "auto" } else { "full" };
         let options = ["--memory-only", "--every", "1ms", "--keep-last", "5", "--mechanism", mechanism];
@@ -215,7 +213,7 @@ fn a_restore_that_is_killed_leaves_nothing_in_the_way() {
     };
     let remaining = || fs::read_dir(&place).expect("a directory").count();
     let (mut whole, mut most) = (0, 0);
-    for ms in (0..480).step_by(30) {
+    for ms in (0..480).step_by(repetitions(60, 30)) {
         let mut child = restore();
         std::thread::sleep(Duration::from_millis(ms));
         let _ = child.kill();
