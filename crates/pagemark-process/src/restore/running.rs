@@ -18,9 +18,11 @@ use crate::terminal::Leader;
 
 /// Pause between two checks whether CRIU has ended.
 pub(super) const WAIT_POLL: Duration = Duration::from_millis(1);
-/// How long processes are waited for that are stopped before they are killed. One that waits for a
-/// disk stops later.
-const STOP_WAIT: Duration = Duration::from_secs(1);
+/// How long processes are waited for that are stopped before they are killed, if they wait for a
+/// disk: they stop later.
+const DISK_WAIT: Duration = Duration::from_secs(1);
+/// How long they are waited for if they only need a processor.
+const STOP_LIMIT: Duration = Duration::from_secs(30);
 /// How long a restore waits for the parents of exited processes. The init of some containers
 /// waits for orphans every two seconds.
 pub(super) const ZOMBIE_WAIT: Duration = Duration::from_secs(5);
@@ -177,10 +179,10 @@ pub(super) fn end_examiners(images: &Path) {
 /// stopped first, until no new ones appear: one that has stopped begins no other.
 pub(super) fn kill_with_descendants(list: impl Fn() -> Vec<Process>) -> Vec<Process> {
     let mut all = Vec::new();
-    let deadline = Instant::now() + STOP_WAIT;
+    let begin = Instant::now();
     loop {
         let new: Vec<Process> = list().into_iter().filter(|process| !all.contains(process)).collect();
-        if new.is_empty() || Instant::now() > deadline {
+        if new.is_empty() || begin.elapsed() > STOP_LIMIT {
             all.extend(new);
             break;
         }
@@ -188,9 +190,10 @@ pub(super) fn kill_with_descendants(list: impl Fn() -> Vec<Process>) -> Vec<Proc
             let _ = process.signal(libc::SIGSTOP);
         }
         let runs = |process: &Process| {
-            process.stat().is_some_and(|stat| !stat.is_zombie() && !matches!(stat.state, 'T' | 't'))
+            let has_stopped = |state| matches!(state, 'T' | 't') || state == 'D' && begin.elapsed() > DISK_WAIT;
+            process.stat().is_some_and(|stat| !stat.is_zombie() && !has_stopped(stat.state))
         };
-        while new.iter().any(runs) && Instant::now() < deadline {
+        while new.iter().any(runs) && begin.elapsed() < STOP_LIMIT {
             std::thread::sleep(WAIT_POLL);
         }
         all.extend(new);
