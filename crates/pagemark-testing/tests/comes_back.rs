@@ -560,8 +560,8 @@ fn a_process_that_maps_and_forks_in_a_machine_with_rings() {
 }
 
 /// The most pages that a checkpoint of [`WRITES`] copies, however long its interval is: it holds
-/// 16,384 pages, of which it writes a quarter, and has an interpreter.
-const MOST_COPIED_PAGES: u64 = 10_240;
+/// 32,768 pages, of which it writes a quarter, and has an interpreter.
+const MOST_COPIED_PAGES: u64 = 16_384;
 
 /// Each kind of write is in each interval; what is not written is not copied.
 fn writes_of_every_kind(mechanism: Mechanism) {
@@ -625,7 +625,7 @@ fn memory_alone_of_a_process_that_maps_and_forks_in_a_machine() {
 
 const WRITES: &str = "\
 import mmap, os, random, socket, sys
-PAGES = 8192
+PAGES = 16384
 memory = mmap.mmap(-1, PAGES * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 for page in range(PAGES):
     memory[page * 4096:page * 4096 + 8] = page.to_bytes(8, 'little')
