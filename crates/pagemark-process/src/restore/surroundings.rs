@@ -353,6 +353,8 @@ mod tests {
     use std::net::{TcpListener, UdpSocket};
     use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 
+    use pagemark_testing::wait_until;
+
     use super::*;
     use crate::criu::images::schema::IpOptions;
 
@@ -426,8 +428,9 @@ mod tests {
         let client = UnixStream::connect(&path).unwrap();
         let accepted = listener.accept().unwrap();
         drop(listener);
-        // A stale path, and a connection that is left of the server.
-        check_name(&entry(&path)).unwrap();
+        // A stale path, and a connection that is left of the server. A child that another test has just
+        // forked may have the server's socket until it executes a program.
+        wait_until("the path is stale", || check_name(&entry(&path)).is_ok());
         drop((client, accepted));
         fs::remove_file(&path).unwrap();
         let datagram = UnixDatagram::bind(&path).unwrap();
