@@ -344,7 +344,8 @@ mod tests {
             pagemark_testing::skip!("only root acts for others");
         }
         let (owner, directory) = of_user();
-        let of_root = tempfile::tempdir().unwrap();
+        let for_root_alone = Permissions::from_mode(0o700);
+        let of_root = tempfile::Builder::new().permissions(for_root_alone).tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         symlink(of_root.path(), path("link")).unwrap();
         let error = UserDirectory::open(Some(&owner), &path("link"))
