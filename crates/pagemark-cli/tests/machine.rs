@@ -173,6 +173,8 @@ fn checkpoint(pagemark: &Pagemark, pid: i32, mechanism: &str) {
         if output.status.success() {
             return;
         }
+        // A program that has found a missed write ends.
+        assert_unviolated(pagemark.directory());
         assert!(message.contains("starts a program in one"), "{message}");
     }
     panic!("the process was busy in each of ten tries");
@@ -425,10 +427,15 @@ fn regions_in_rounds() {
             done.wait();
             let found = region.commit().expect("the written pages");
             let pages: Vec<usize> = (0..3).flat_map(|thread| written(round, thread)).collect();
-            let missed = pages.iter().find(|&&page| !found.contains(Address::new((page * PAGE_SIZE) as u64)));
-            if let Some(page) = missed {
-                std::fs::write(of.join("violated"), format!("round {round} missed page {page}"))
-                    .expect("our directory");
+            let is_missed = |page: &&usize| !found.contains(Address::new((**page * PAGE_SIZE) as u64));
+            let missed: Vec<usize> = pages.iter().filter(is_missed).copied().collect();
+            if !missed.is_empty() {
+                let (count, all) = (found.page_count(), pages.len());
+                std::fs::write(
+                    of.join("violated"),
+                    format!("round {round}: {count} found, missed {missed:?} of {all}"),
+                )
+                .expect("our directory");
                 std::process::exit(3);
             }
             if found.page_count() == pages.len() as u64 {

@@ -67,8 +67,12 @@ fn ring_bytes(entries: u32) -> usize {
 
 /// Has KVM protect all pages again whose entries were read, in the rings of all virtual CPUs.
 ///
+/// Since Linux 6.16, a call that a signal or a tracer interrupts leaves up to 64 pages as they are,
+/// and reports success. Whoever may be interrupted protects the pages otherwise, and names no slot
+/// in the entries.
+///
 /// # Errors
-/// Those of the call: then none was. `EINTR`: perhaps some.
+/// Those of the call: then none was.
 pub fn reset(machine: RawFd) -> Result<(), i32> {
     // SAFETY: the call has no argument.
     unsafe { call(machine, RESET, 0) }.map(drop)

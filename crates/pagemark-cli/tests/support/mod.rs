@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use pagemark_linux::proc::stat::Stat;
-use pagemark_testing::{assert_oracle, patience, wait_for};
+use pagemark_testing::{assert_oracle, assert_unviolated, patience, wait_for};
 
 /// The command, with a repository and a working directory of its own.
 pub struct Pagemark {
@@ -110,6 +110,8 @@ impl Pagemark {
             if let Some(listed) = newer {
                 return listed.sequence;
             }
+            // A program that has found a missed write ends.
+            assert_unviolated(self.directory());
             assert!(
                 Instant::now() < deadline && self.runner.get().is_none_or(is_alive),
                 "no checkpoint came; {}; pagemark said:\n{}\nthe target said:\n{}",

@@ -144,6 +144,10 @@ impl Machine {
             self.clear_entries(space, start, end);
             return flush(&RangeSet::from(start..end));
         }
+        if means == Means::Ring {
+            // Whether this memory can be protected.
+            flush(&RangeSet::from(start..end))?;
+        }
         self.take(space, means, start, end, usize::MAX).map(drop)
     }
 
@@ -323,6 +327,9 @@ impl Machine {
 
     /// The pages in the rings count as written, and are protected again. Those that are not tracked
     /// stay writable, and cost nothing more.
+    ///
+    /// KVM protects no page: since Linux 6.16, a reset that a signal or a tracer interrupts forgets
+    /// pages, and does not report that.
     fn empty_rings(&self, space: &mut Space) -> Result<(), i32> {
         let generation = self.generation.load(Ordering::Relaxed);
         let Space { rings, slots, tracking, .. } = space;
@@ -336,19 +343,27 @@ impl Machine {
                 if is_noted {
                     self.noted.add(slot as usize, page);
                 }
-                let Some(span) = (slot as usize).checked_sub(1).and_then(|index| slots.get(index)) else {
-                    return false;
-                };
-                let at = span * SLOT_SPAN + page * PAGE;
-                let is_tracked = tracked.ranges.contains(at);
-                pages.extend(is_tracked.then_some(at));
-                is_tracked
+                if let Some(span) = (slot as usize).checked_sub(1).and_then(|index| slots.get(index)) {
+                    let at = span * SLOT_SPAN + page * PAGE;
+                    pages.extend(tracked.ranges.contains(at).then_some(at));
+                }
+                false
             })
         });
         let read = read.fold(Ok(()), Result::and);
         pages.sort_unstable();
-        tracked.written.extend(&pages.into_iter().map(|page| page..page + PAGE).collect());
-        if is_new { read.and(dirty_ring::reset(&self.vm)) } else { read }
+        let pages: RangeSet<u64> = pages.into_iter().map(|page| page..page + PAGE).collect();
+        tracked.written.extend(&pages);
+        if !is_new {
+            return read;
+        }
+        // Between two tracked ranges may be memory of another protection.
+        let protected = tracked.ranges.iter().try_for_each(|range| flush(&pages.within(range).collect()));
+        if protected.is_err() {
+            // KVM would not note the next writes to them.
+            tracking.mark_always();
+        }
+        read.and(dirty_ring::reset(&self.vm)).and(protected)
     }
 
     /// The slot of the span in which `address` lies.
