@@ -203,6 +203,9 @@ fn fork_by(thread: &mut dyn StoppedThread, memory: &File, place: u64) -> Result<
     let code = Code { place, mask, back };
     code.write(memory).map_err(|error| failed(pid, "writing to its code", error))?;
 
+    // Of a call that blocks other signals while it waits (`sigsuspend`), the kernel forgets these. On the
+    // way, a signal for the call would run its handler, and the call would wait for another one.
+    thread.set_signal_mask(mask).map_err(traced)?;
     // If whoever traces it dies before it forks, it puts back its signals.
     let way_back = Registers { rip: code.way_back(), orig_rax: u64::MAX, ..original };
     thread.set_registers(&way_back).map_err(traced)?;

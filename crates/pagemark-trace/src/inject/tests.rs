@@ -35,7 +35,8 @@ impl States {
 
     /// All threads complete another round.
     pub(super) fn go_on(&self, after: &str) {
-        let before = rounds(self.path());
+        // A round that is reported next may have been completed before.
+        let before = rounds(self.path()) + 1;
         let is_over = || {
             assert_unviolated(self.path());
             assert_oracle!(proc::live_thread(self.pid()).is_some(), "the program has ended after {after}");
@@ -115,7 +116,7 @@ fn a_helper_that_dies_between_any_two_requests_harms_no_thread() {
 
 /// How a process waits for signals.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Waits {
+pub(super) enum Waits {
     /// It blocks the signal but in `sigsuspend`, and counts how often this call returns.
     Sigsuspend,
     /// The same with `epoll_pwait`. It does not count a return without a handled signal.
@@ -127,8 +128,8 @@ enum Waits {
 }
 
 /// A process that waits for signals, and writes a byte for each that it counts.
-struct Waiting {
-    pid: i32,
+pub(super) struct Waiting {
+    pub(super) pid: i32,
     call: i64,
     counted: File,
 }
@@ -149,7 +150,7 @@ extern "C" fn handle(_: i32) {
 }
 
 impl Waiting {
-    fn start(waits: Waits) -> Waiting {
+    pub(super) fn start(waits: Waits) -> Waiting {
         let (reader, writer) = io::pipe().unwrap();
         // SAFETY: the child makes only system calls, until it is killed.
         let pid = unsafe { libc::fork() };
@@ -194,7 +195,7 @@ impl Waiting {
     }
 
     /// It waits in its call, and nobody traces it. Returns what it has counted.
-    fn wait(&mut self, after: &str) -> usize {
+    pub(super) fn wait(&mut self, after: &str) -> usize {
         wait_for(&format!("it to wait after {after}"), || {
             let call = std::fs::read_to_string(proc::path(self.pid, "syscall")).unwrap();
             let status = proc::Status::read(self.pid).unwrap();

@@ -7,7 +7,7 @@ use pagemark_linux::proc::maps;
 use pagemark_linux::ptrace::deaths;
 use pagemark_testing::{assert_oracle, wait_for};
 
-use super::super::tests::{ROLES, States};
+use super::super::tests::{ROLES, States, Waiting, Waits};
 use super::*;
 
 /// Stops all threads of a process, does something, and releases them.
@@ -90,27 +90,30 @@ fn a_copy_holds_what_the_memory_was_in_the_stop() {
     }
 }
 
-/// Forks a process that stops the program, makes a copy, and dies before one of its requests.
-/// True if it was done before.
-fn is_done_before(pid: i32, number: u32) -> bool {
+/// Forks a process that stops the program, makes a copy, and dies before its request `death`. It
+/// sends the program SIGUSR2 before its request `signal`. True if it was done before its death.
+fn is_done_before(pid: i32, signal: u32, death: u32) -> bool {
     // SAFETY: the child allocates, which the C library allows after a fork, and ends by _exit.
     match unsafe { nix::unistd::fork() }.unwrap() {
         nix::unistd::ForkResult::Child => {
             let made = while_stopped(pid, || {
-                deaths::before_request(number);
+                deaths::signal_before_request(signal, pid, libc::SIGUSR2);
+                deaths::before_request(death);
                 let made = fork(&mut Tracee(pid));
                 deaths::before_request(u32::MAX);
                 made
             });
-            if let Err(error) = &made {
-                eprintln!("{error}");
+            match &made {
+                // It would end by itself only after some seconds.
+                Ok(copy) => drop(copy.signal(libc::SIGKILL)),
+                Err(error) => eprintln!("{error}"),
             }
             // SAFETY: it only ends the process.
             unsafe { libc::_exit(i32::from(made.is_err())) }
         }
         nix::unistd::ForkResult::Parent { child } => match nix::sys::wait::waitpid(child, None).unwrap() {
             nix::sys::wait::WaitStatus::Exited(_, status) => {
-                assert_eq!(status, 0, "the copy before request {number} failed");
+                assert_eq!(status, 0, "the copy before request {death} failed");
                 true
             }
             _ => false,
@@ -122,7 +125,7 @@ fn die_at_requests(step: u32) {
     for (role, first) in ROLES.into_iter().zip((0..step).cycle()) {
         let states = States::start(role);
         let (mut number, mut deaths) = (first, 0);
-        while !is_done_before(states.pid(), number) {
+        while !is_done_before(states.pid(), u32::MAX, number) {
             states.go_on(&format!("a death before request {number}"));
             // What was made ends by itself, and until then uses the place of the code.
             pagemark_testing::wait_until("the processes to end", || left(states.pid()).is_empty());
@@ -131,6 +134,23 @@ fn die_at_requests(step: u32) {
         states.go_on("the last copy");
         eprintln!("{role}: {deaths} deaths");
         assert!(deaths > 0, "{role}");
+    }
+}
+
+/// No signal that a call waits for is handled elsewhere, after which the call would wait for the
+/// next one.
+#[test]
+fn a_signal_that_comes_before_a_death_ends_the_call_that_waits_for_it() {
+    /// Later ones are made when the thread has forked.
+    const REQUESTS: u32 = 7;
+    for waits in [Waits::Sigsuspend, Waits::Epoll] {
+        let mut waiting = Waiting::start(waits);
+        assert_eq!(waiting.wait("its start"), 0);
+        for (signal, death) in (0..REQUESTS).flat_map(|death| (0..=death).map(move |signal| (signal, death))) {
+            assert!(!is_done_before(waiting.pid, signal, death));
+            let after = format!("a signal before request {signal} and a death before request {death}");
+            wait_for(&format!("{waits:?} to return after {after}"), || (waiting.wait(&after) == 1).then_some(()));
+        }
     }
 }
 
