@@ -50,7 +50,10 @@ while True:
         file.flush()
     with open('count.new', 'w') as file:
         file.write(str(n))
-    os.rename('count.new', 'count')
+    try:
+        os.rename('count.new', 'count')
+    except FileNotFoundError:
+        pass  # Frozen between the two lines, and renamed since.
     time.sleep(0.01)
 ";
 

@@ -124,7 +124,10 @@ while True:
     n += 1
     with open('out.new', 'w') as out:
         out.write('%d %s' % (n, read()))
-    os.rename('out.new', 'out')
+    try:
+        os.rename('out.new', 'out')
+    except FileNotFoundError:
+        pass  # Frozen between the two lines, and renamed since.
     time.sleep(0.01)
 ";
 
