@@ -166,6 +166,7 @@ fn a_thread_that_does_not_stop_is_named() {
     assert_eq!(refused.kind(), ErrorKind::DoesNotStop);
     let thread = format!("thread {pid} of process {pid} did not stop within 10 s: it is in state D");
     assert!(refused.to_string().contains(&thread), "{refused}");
+    assert!(!refused.to_string().contains("traced by"), "{refused}");
     // Only root is told where in the kernel it waits.
     let is_told = !proc::call::kernel_functions(pid).is_empty();
     assert_eq!(refused.to_string().contains("in the kernel's functions"), is_told, "{refused}");

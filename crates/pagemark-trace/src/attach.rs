@@ -51,7 +51,8 @@ pub fn check_first_threads(root_pid: i32) -> Result<()> {
 pub fn does_not_stop(pid: i32, tid: i32) -> Error {
     let activity = proc::activity(tid).unwrap_or_else(|| "state ?".into());
     let tracer = Status::read(tid).map_or(0, |status| status.tracer_pid);
-    let traced = if tracer == 0 { String::new() } else { format!(", traced by {}", Object::command(tracer)) };
+    let is_other = tracer != 0 && !Stat::read(tracer).is_ok_and(|stat| is_ours(&stat));
+    let traced = if is_other { format!(", traced by {}", Object::command(tracer)) } else { String::new() };
     let limit_s = ptrace::STOP_LIMIT.as_secs();
     let reason = format!("did not stop within {limit_s} s: it is in {activity}{traced}");
     Error::about(ErrorKind::DoesNotStop, Object::Thread { tid, pid }, reason)
@@ -173,8 +174,7 @@ pub fn watched(members: &[i32]) -> Option<Error> {
         let Some(&pid) = descriptors.iter().find_map(|found| links.get(&found.link)) else { continue };
         // What a Pagemark that has died leaves to repair the processes ends soon, and a child of this
         // process has its descriptors until it closes them. CRIU, also by itself, traces what it saves.
-        let is_helper =
-            Stat::read(other).is_ok_and(|stat| stat.command.starts_with("pagemark-") || stat.parent_pid == own);
+        let is_helper = Stat::read(other).is_ok_and(|stat| is_ours(&stat));
         let traces = Status::read(pid).is_ok_and(|status| process_of(status.tracer_pid) == Some(other));
         if !is_helper && !traces {
             let reason = format!("is tracked by another Pagemark already: {}", Object::command(other));
@@ -185,6 +185,11 @@ pub fn watched(members: &[i32]) -> Option<Error> {
         }
     }
     None
+}
+
+/// True for a helper of Pagemark, and for a child of this process.
+fn is_ours(stat: &Stat) -> bool {
+    stat.command.starts_with("pagemark-") || stat.parent_pid == std::process::id() as i32
 }
 
 /// Checks that a process has no userfaultfd open.

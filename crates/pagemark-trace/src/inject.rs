@@ -40,6 +40,9 @@ use crate::error::{Error, ErrorKind, Object, Result};
 /// Limit of the number of threads that the helper can hold.
 const MAX_THREADS: usize = 1 << 16;
 
+/// How long the helper waits until the caller has looked at a thread that does not stop.
+const LOOK_MS: libc::c_int = 1000;
+
 /// The step at which the helper succeeded or failed, as it reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(i32)]
@@ -298,15 +301,20 @@ fn inject_by(pid: i32, thread: i32, work: Work, failed_at: &mut Step) -> Result<
     let helper = helper.map_err(|error| failed("starting the helper process", pid)(error.into()))?.as_raw();
     drop(theirs);
     let answer = receive(ours.as_raw_fd());
+    let late = answer.as_ref().ok().filter(|report| is_late(report.step, report.errno));
+    let late = late.map(|report| attach::does_not_stop(pid, report.waits_for));
+    drop(ours);
     // SAFETY: no status is requested. The helper ends by itself, soon; where children are reaped
     // automatically, the call fails at once.
     while unsafe { libc::waitpid(helper, std::ptr::null_mut(), 0) } < 0 && ptrace::errno() == libc::EINTR {}
-    let Report { step, errno, waits_for, descriptor } =
+    let Report { step, errno, descriptor, .. } =
         answer.map_err(failed("receiving the report of the helper process", pid))?;
     *failed_at = step;
+    if let Some(late) = late {
+        return Err(late);
+    }
     match (step, descriptor) {
         (Step::Done, descriptor) => Ok(descriptor),
-        (Step::Stop, _) if errno == libc::ETIMEDOUT => Err(attach::does_not_stop(pid, waits_for)),
         (Step::Seize, _) if errno == libc::EPERM && has_filters && can_trace_without_suspending(thread) => {
             Err(Error::about(
                 ErrorKind::Seccomp,
@@ -318,6 +326,11 @@ fn inject_by(pid: i32, thread: i32, work: Work, failed_at: &mut Step) -> Result<
         }
         (step, _) => Err(step.error(pid, errno)),
     }
+}
+
+/// True if a thread did not stop in time.
+fn is_late(step: Step, errno: libc::c_int) -> bool {
+    step == Step::Stop && errno == libc::ETIMEDOUT
 }
 
 /// True if tracing a thread is permitted, so that only the suspension of seccomp was refused.
@@ -448,10 +461,24 @@ fn run_helper(task: &mut Task) -> libc::c_int {
         Err(errno) => Err((Step::Stop, errno as libc::c_int)),
     };
     let result = stopped.and_then(|()| do_work(task));
+    let late = matches!(result, Err((step, errno)) if is_late(step, errno));
+    let mut is_sent = false;
+    if late {
+        // The threads are as they were when one did not stop, until the caller has seen what that one does.
+        is_sent = send(task, result);
+        let mut end = libc::pollfd { fd: helper::DESCRIPTOR, events: libc::POLLIN, revents: 0 };
+        // SAFETY: the kernel writes to the structure, which lives through the call.
+        unsafe { libc::poll(&mut end, 1, LOOK_MS) };
+    }
     for &thread in &task.threads {
         // One that has been killed is gone.
         let _ = ptrace::detach(thread);
     }
+    libc::c_int::from(!(is_sent || send(task, result)))
+}
+
+/// Sends the caller the report. False if that failed.
+fn send(task: &Task, result: Helped<RawFd>) -> bool {
     let (step, errno, descriptor) = match result {
         Ok(descriptor) => (Step::Done, 0, descriptor),
         Err((step, errno)) => (step, errno, -1),
@@ -465,7 +492,7 @@ fn run_helper(task: &mut Task) -> libc::c_int {
     // SAFETY: the message points to a vector over `report` and to the control buffer, which all live
     // through the call.
     let sent = unsafe { libc::sendmsg(helper::DESCRIPTOR, &message, libc::MSG_NOSIGNAL) };
-    libc::c_int::from(sent < 0)
+    sent >= 0
 }
 
 /// A step that failed, and the number of the error.
