@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
-use pagemark_linux::proc::stat;
+use pagemark_linux::proc::{Stat, stat};
 use pagemark_testing::{assert_oracle, skip, wait_for};
 use subject::{Subject, criu_on, has_criu, status_field};
 use support::{Pagemark, Runner, is_alive, kill_and_wait};
@@ -82,9 +82,9 @@ fn stop_criu_between_its_calls(target: i32) -> Pid {
     const EXIT_CODE: usize = 52;
     loop {
         let criu = stop_criu_in_a_freeze(target);
+        // In one read: a thread that works for CRIU may stop between two.
         let text = std::fs::read(format!("/proc/{target}/task/{target}/stat")).expect("it is frozen");
-        let is_traced = status_field(target, "State").is_some_and(|state| state.starts_with('t'));
-        if is_traced && stat::number(&text, EXIT_CODE) == Some(0) {
+        if Stat::parse(&text).is_some_and(|stat| stat.state == 't') && stat::number(&text, EXIT_CODE) == Some(0) {
             return criu;
         }
         kill(criu, Signal::SIGCONT).expect("it is stopped");
@@ -184,24 +184,25 @@ fn a_killed_criu_undoes_no_stop_and_no_continuation() {
     let pagemark = Pagemark::new();
     let Some(run) = Run::start_saved(&pagemark, "100ms") else { skip!("no C compiler") };
     let target = Pid::from_raw(run.target());
+    let is_there = || assert_oracle!(is_alive(target.as_raw()), "the program has ended");
     for _ in 0..5 {
         kill(target, Signal::SIGSTOP).expect("it runs");
-        wait_until_stopped(run.target());
-        let criu = stop_criu_between_its_calls(run.target());
+        wait_until_stopped(target.as_raw());
+        let criu = stop_criu_between_its_calls(target.as_raw());
         kill(target, Signal::SIGCONT).expect("it is frozen");
         kill(criu, Signal::SIGKILL).expect("it is stopped");
-        run.goes_on("the program to go on", || {});
+        run.goes_on("the program to go on", is_there);
 
-        let criu = stop_criu_between_its_calls(run.target());
+        let criu = stop_criu_between_its_calls(target.as_raw());
         kill(target, Signal::SIGSTOP).expect("it is frozen");
         kill(criu, Signal::SIGKILL).expect("it is stopped");
         // A checkpoint of a stopped program succeeds, and leaves it stopped.
         pagemark.checkpoint_after("subject", support::now_unix_us());
-        wait_until_stopped(run.target());
+        wait_until_stopped(target.as_raw());
         kill(target, Signal::SIGCONT).expect("it is stopped");
-        run.goes_on("the program to go on", || {});
+        run.goes_on("the program to go on", is_there);
     }
-    kill_and_wait(run.target());
+    kill_and_wait(target.as_raw());
 }
 
 /// CRIU, which expects no stop, drops the signal. It may come before a call that CRIU injects, and

@@ -389,15 +389,15 @@ fn writers_write_at_once_and_only_a_prune_alone() {
 #[test]
 fn who_goes_on_is_waited_for() {
     let (bed, repository, _) = example(Kept::InMemory, 1);
-    let patience = Duration::from_millis(100);
+    let patience = Duration::from_secs(1);
     let Leased::Granted(alone) = bed.backend.lease("lock", LeaseMode::Alone, "goes on").unwrap() else {
         panic!("it is held")
     };
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| repository.writer("waits", patience).map(drop));
-        // Longer than the patience, in steps that are shorter.
+        // Longer than the patience, in steps that are much shorter.
         for _ in 0..40 {
-            std::thread::sleep(patience / 10);
+            std::thread::sleep(patience / 20);
             alone.show_progress();
         }
         assert!(!waiting.is_finished(), "it gave up, or did not wait");
