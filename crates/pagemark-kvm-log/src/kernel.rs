@@ -114,6 +114,8 @@ struct Rings {
     /// One for each virtual CPU, of `entries` entries.
     rings: Vec<KeptRing>,
     entries: u32,
+    /// True after a reset that may have left pages unprotected, until that is reported.
+    have_unprotected: bool,
 }
 
 #[derive(Debug)]
@@ -207,7 +209,7 @@ impl Kernel for KvmMachine {
 
     fn take_rings(&self, each: &mut dyn FnMut(u32, u64)) -> Result<Taken, i32> {
         let mut rings = self.rings();
-        let Rings { rings, entries } = &mut *rings;
+        let Rings { rings, entries, have_unprotected } = &mut *rings;
         for KeptRing { ring, unprotected } in rings.iter_mut() {
             let count = ring.read(|slot, page| {
                 each(slot, page);
@@ -217,11 +219,16 @@ impl Kernel for KvmMachine {
         }
         // KVM leaves the machine when some entries are still free.
         let is_overwritten = rings.iter().any(|kept| kept.unprotected >= *entries);
-        if rings.iter().any(|kept| kept.unprotected > 0) {
-            ring::reset(self.fd)?;
-            rings.iter_mut().for_each(|kept| kept.unprotected = 0);
-        }
-        Ok(if is_overwritten { Taken::Overwritten } else { Taken::All })
+        let read = rings.iter().fold(0u32, |sum, kept| sum.saturating_add(kept.unprotected));
+        let are_protected = ring::reset_apart(self.fd, read);
+        *have_unprotected |= are_protected != Ok(true);
+        are_protected?;
+        rings.iter_mut().for_each(|kept| kept.unprotected = 0);
+        Ok(match (is_overwritten, std::mem::take(have_unprotected)) {
+            (true, _) => Taken::Overwritten,
+            (false, true) => Taken::Unprotected,
+            (false, false) => Taken::All,
+        })
     }
 }
 

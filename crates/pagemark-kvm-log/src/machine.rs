@@ -93,6 +93,9 @@ pub trait Kernel {
 pub enum Taken {
     /// All pages that were entered.
     All,
+    /// All pages that were entered, but some of them may be written without being entered again:
+    /// all pages of the machine count as written when they are protected anew.
+    Unprotected,
     /// KVM has not left the machine when a ring was full, and has overwritten entries: their pages
     /// are not known, and never entered again.
     Overwritten,
@@ -208,6 +211,8 @@ pub struct Machine {
     /// True if the owner has asked for a ring.
     has_ring: bool,
     keeps: WriteRecord,
+    /// True while pages may be written that no ring gets.
+    has_unprotected: bool,
     /// True once Pagemark has read the log: the kernel's log is in its manual mode.
     is_shared: bool,
     /// True while Pagemark reads.
@@ -237,7 +242,8 @@ impl Machine {
     }
 
     /// Takes what the rings have into the logs of the slots. If entries were overwritten, all pages
-    /// count as written for the owner from then on, and Pagemark is refused.
+    /// count as written for the owner from then on, and Pagemark is refused. If pages may not be
+    /// protected, all pages count as written with the next read.
     ///
     /// # Errors
     /// Those of the kernel; nothing is lost.
@@ -250,9 +256,39 @@ impl Machine {
                 log.add(page);
             }
         })?;
-        if taken == Taken::Overwritten {
-            self.keeps = WriteRecord::OverwrittenRings;
+        match taken {
+            Taken::All => {}
+            Taken::Unprotected => self.has_unprotected = true,
+            Taken::Overwritten => self.keeps = WriteRecord::OverwrittenRings,
         }
+        Ok(())
+    }
+
+    /// Takes what the rings have, for a reader: nothing that is written from now on is missing in
+    /// them.
+    fn read_rings(&mut self, kernel: &impl Kernel) -> Result<(), i32> {
+        self.take_rings(kernel)?;
+        if self.has_unprotected {
+            self.protect_all(kernel)?;
+        }
+        Ok(())
+    }
+
+    /// Has the kernel protect all pages anew: it does that where it begins to log. What was written
+    /// before is not known, so all pages count as written.
+    fn protect_all(&mut self, kernel: &impl Kernel) -> Result<(), i32> {
+        for slot in self.slots.values_mut() {
+            let region = slot.in_kernel();
+            if region.flags & LOGGED == 0 {
+                continue;
+            }
+            kernel.set_region(&Region { flags: region.flags & !LOGGED, ..region })?;
+            kernel.set_region(&region)?;
+            if let Some(log) = &mut slot.log {
+                log.add_all();
+            }
+        }
+        self.has_unprotected = false;
         Ok(())
     }
 
@@ -310,7 +346,7 @@ impl Machine {
         set: impl FnOnce(u32) -> Result<(), i32>,
     ) -> Result<(), i32> {
         if region.bytes == 0 {
-            let taken = self.take_rings(kernel);
+            let taken = self.read_rings(kernel);
             let has_rings = self.has_rings();
             let slot = self.slots.get_mut(&region.slot);
             let written = slot.and_then(|slot| last_written(slot, |slot| taken.and(slot.see(kernel, has_rings))));
@@ -351,7 +387,7 @@ impl Machine {
             // As a kernel that has a log for slots that are logged.
             return Some(Err(libc::ENOENT));
         }
-        let taken = self.take_rings(kernel);
+        let taken = self.read_rings(kernel);
         let is_overwritten = self.keeps == WriteRecord::OverwrittenRings;
         let slot = self.owner_slot(slot)?;
         if let Some(log) = slot.log.as_mut().filter(|_| is_overwritten) {
@@ -437,7 +473,7 @@ impl Machine {
             return Err(Refusal::GuestMemory);
         }
         // What was written before is for the owner alone.
-        self.take_rings(kernel)?;
+        self.read_rings(kernel)?;
         self.check_rings()?;
         if !self.is_shared {
             if kernel.manual_options() & MANUAL_PROTECT == 0 {
@@ -472,7 +508,7 @@ impl Machine {
         if !self.is_read {
             return Err(Refusal::NotBegun);
         }
-        self.take_rings(kernel)?;
+        self.read_rings(kernel)?;
         self.check_rings()?;
         let has_rings = self.has_rings();
         let mut found = std::mem::take(&mut self.dropped);

@@ -31,6 +31,9 @@ pub const DIRTY: u32 = 1;
 /// The entry was read: with the next reset KVM protects the page again.
 pub const READ: u32 = 2;
 
+/// Stack of the thread that resets the rings.
+const STACK_BYTES: usize = 64 << 10;
+
 /// No slot has this number: KVM passes over the entry.
 const NO_SLOT: u32 = u32::MAX;
 
@@ -65,17 +68,75 @@ fn ring_bytes(entries: u32) -> usize {
     entries as usize * size_of::<RawEntry>()
 }
 
-/// Has KVM protect all pages again whose entries were read, in the rings of all virtual CPUs.
+/// Has KVM protect all pages again whose entries were read, `entries` of them, in the rings of all
+/// virtual CPUs. True if it has; false if some may not be protected: their next writes are in no
+/// ring.
 ///
-/// Since Linux 6.16, a call that a signal or a tracer interrupts leaves up to 64 pages as they are,
-/// and reports success. Whoever may be interrupted protects the pages otherwise, and names no slot
-/// in the entries.
+/// Since Linux 6.16, a call that is interrupted leaves up to 64 pages as they are, and reports
+/// success. So all signals are blocked meanwhile. Where something stops the thread all the same, a
+/// tracer, SIGSTOP or a freezer, it sleeps, and the kernel counts that. Only work that the kernel
+/// gives a thread for io_uring is not noticed: a thread that may use that calls [`reset_apart`].
 ///
 /// # Errors
-/// Those of the call: then none was.
-pub fn reset(machine: RawFd) -> Result<(), i32> {
+/// Those of the call: then any of the pages may be unprotected.
+pub fn reset(machine: RawFd, entries: u32) -> Result<bool, i32> {
     // SAFETY: the call has no argument.
-    unsafe { call(machine, RESET, 0) }.map(drop)
+    with_signals_blocked(|| reset_all(entries, || unsafe { call(machine, RESET, 0) }.map(i32::unsigned_abs)))
+}
+
+/// As [`reset`], by a thread of its own, to which the kernel gives no other work.
+///
+/// # Errors
+/// Those of [`reset`], or of starting a thread.
+pub fn reset_apart(machine: RawFd, entries: u32) -> Result<bool, i32> {
+    if entries == 0 {
+        return Ok(true);
+    }
+    let thread = std::thread::Builder::new().name("pagemark-ring".to_owned()).stack_size(STACK_BYTES);
+    // The new thread has the blocked signals of this one.
+    let thread = with_signals_blocked(|| thread.spawn(move || reset(machine, entries)));
+    let thread = thread.map_err(|error| error.raw_os_error().unwrap_or(libc::EAGAIN))?;
+    thread.join().unwrap_or(Err(libc::EIO))
+}
+
+/// Does `work` while this thread takes no signal, also none that the C library keeps for itself.
+fn with_signals_blocked<T>(work: impl FnOnce() -> T) -> T {
+    let mut before = 0u64;
+    let set_mask = |new: &u64, old: *mut u64| {
+        // SAFETY: the kernel reads one mask and writes the other, which live through the call, or none.
+        unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, new, old, size_of::<u64>()) }
+    };
+    set_mask(&u64::MAX, &raw mut before);
+    let done = work();
+    set_mask(&before, std::ptr::null_mut());
+    done
+}
+
+/// Calls `reset` until it has gone through as many entries. Returns as the function of that name.
+fn reset_all(entries: u32, mut reset: impl FnMut() -> Result<u32, i32>) -> Result<bool, i32> {
+    let (mut left, mut was_whole) = (entries, true);
+    while left > 0 {
+        let before = sleeps();
+        let count = reset()?;
+        let has_slept = sleeps() != before;
+        if count == 0 && !has_slept {
+            // Somebody else has gone through the entries.
+            return Ok(false);
+        }
+        was_whole &= count >= left && !has_slept;
+        left = left.saturating_sub(count);
+    }
+    Ok(was_whole)
+}
+
+/// How often this thread has slept.
+fn sleeps() -> i64 {
+    // SAFETY: the structure consists of numbers, for which zeros are valid; the kernel writes to it.
+    unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);
+        usage.ru_nvcsw
+    }
 }
 
 /// The ring of a virtual CPU.
@@ -158,5 +219,44 @@ impl Drop for Ring {
     fn drop(&mut self) {
         // SAFETY: the mapping of `of`, which nothing uses any more.
         unsafe { libc::munmap(self.entries.as_ptr().cast(), ring_bytes(self.length)) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reset_that_was_or_may_have_been_interrupted_is_noticed() {
+        let nap = || std::thread::sleep(std::time::Duration::from_millis(1));
+        assert_eq!(reset_all(0, || panic!("there is nothing to do")), Ok(true));
+        assert_eq!(reset_all(70, || Ok(70)), Ok(true));
+        // More have come since they were counted.
+        assert_eq!(reset_all(70, || Ok(71)), Ok(true));
+        let slept = reset_all(70, || {
+            nap();
+            Ok(70)
+        });
+        assert_eq!(slept, Ok(false));
+        let mut parts = [Ok(0), Ok(64), Ok(0), Ok(6)].into_iter();
+        let interrupted = reset_all(70, || {
+            nap();
+            parts.next().unwrap()
+        });
+        assert_eq!((interrupted, parts.next()), (Ok(false), None));
+        // By something in which the thread does not sleep.
+        let mut parts = [Ok(64), Ok(6)].into_iter();
+        assert_eq!(reset_all(70, || parts.next().unwrap()), Ok(false));
+        assert_eq!(reset_all(70, || Ok(0)), Ok(false));
+        let mut parts = [Ok(64), Err(libc::ENOMEM)].into_iter();
+        assert_eq!(reset_all(70, || parts.next().unwrap()), Err(libc::ENOMEM));
+    }
+
+    #[test]
+    fn the_thread_of_its_own_reports_what_the_call_does() {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        let machine = std::os::fd::AsRawFd::as_raw_fd(&file);
+        assert_eq!(reset_apart(machine, 1), Err(libc::ENOTTY));
+        assert_eq!(reset_apart(machine, 0), Ok(true));
     }
 }

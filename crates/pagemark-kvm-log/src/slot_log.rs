@@ -100,6 +100,15 @@ impl SlotLog {
         }
     }
 
+    /// All pages count as written, for each reader.
+    pub fn add_all(&mut self) {
+        for reader in Reader::ALL {
+            if self.has(reader) {
+                self.begin(reader, true);
+            }
+        }
+    }
+
     /// The pages that are written for a reader, of those that were seen.
     pub fn written(&self, reader: Reader) -> Vec<u64> {
         match &self.pending[reader as usize] {

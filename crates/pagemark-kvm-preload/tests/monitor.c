@@ -70,8 +70,12 @@ static int let_write(uint64_t address, uint64_t count, uint64_t stride)
 		.rip = 0x8000, .rsp = 0x7000, .rflags = 2, .rdi = address, .rcx = count, .rsi = stride * PAGE,
 	};
 
-	if (ioctl(processor, KVM_SET_REGS, &registers) || ioctl(processor, KVM_RUN, 0))
+	if (ioctl(processor, KVM_SET_REGS, &registers))
 		return -1;
+	/* A tracer's stop ends the call. */
+	while (ioctl(processor, KVM_RUN, 0))
+		if (errno != EINTR)
+			return -1;
 	if (run->exit_reason != KVM_EXIT_HLT) {
 		fprintf(stderr, "exit %u\n", run->exit_reason);
 		errno = EPROTO;

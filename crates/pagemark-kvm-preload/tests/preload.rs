@@ -8,12 +8,15 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
 
 use pagemark_kvm_log::kernel::{self, Keeping, Lack};
 use pagemark_kvm_log::machine::Refusal;
 use pagemark_kvm_log::protocol::{LIBRARY, RINGS, Request, SOCKET, Status, receive_greeting, receive_reply};
-use pagemark_testing::{assert_oracle, assert_oracle_eq, directory_until_exit, skip, wait_for};
+use pagemark_linux::{proc, ptrace};
+use pagemark_testing::{assert_oracle, assert_oracle_eq, directory_until_exit, repetitions, skip, wait_for};
 
 const PAGE: u64 = 4096;
 const LOGGED: u32 = 1;
@@ -290,8 +293,64 @@ fn the_monitors_own_log_is_as_without_the_library() {
 #[test]
 fn neither_loses_a_write_while_the_machine_runs() {
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
-    let trials = |keeping| [(keeping, 0, 1), (keeping, 1, 2), (keeping, 3, 3)];
-    for (keeping, mode, seed) in keepings().into_iter().flat_map(trials) {
+    for keeping in keepings() {
+        compare_copies(program, keeping, false);
+    }
+}
+
+/// Stops all threads of a process again and again, as a tracer does, until it is dropped.
+struct Stops {
+    has_ended: Arc<AtomicBool>,
+    thread: Option<JoinHandle<u32>>,
+}
+
+impl Stops {
+    fn of(pid: i32) -> Stops {
+        let has_ended = Arc::new(AtomicBool::new(false));
+        let ends = Arc::clone(&has_ended);
+        let stop_all = move || {
+            let mut stops = 0;
+            while !ends.load(Ordering::Relaxed) {
+                for thread in proc::threads(pid).unwrap_or_default() {
+                    // One that has ended meanwhile is not traced.
+                    if ptrace::seize(thread, 0).is_ok() {
+                        let stopped = ptrace::interrupt(thread).and_then(|()| ptrace::wait_trap(thread, None));
+                        stops += u32::from(stopped == Ok(true));
+                        let _ = ptrace::detach(thread);
+                    }
+                }
+            }
+            stops
+        };
+        Stops { has_ended, thread: Some(std::thread::spawn(stop_all)) }
+    }
+
+    /// Ends them. Returns how many there were.
+    fn end(&mut self) -> u32 {
+        self.has_ended.store(true, Ordering::Relaxed);
+        self.thread.take().map_or(0, |thread| thread.join().unwrap())
+    }
+}
+
+impl Drop for Stops {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Since Linux 6.16, an interrupted reset of rings forgets pages, and reports success.
+#[test]
+fn neither_loses_a_write_while_a_tracer_stops_all_threads() {
+    let Some(program) = monitor_program() else { skip!("no machine under KVM") };
+    for keeping in keepings() {
+        (0..repetitions(3, 30)).for_each(|_| compare_copies(program, keeping, true));
+    }
+}
+
+/// A machine writes, and the monitor and Pagemark copy what their logs say, perhaps while a tracer
+/// stops the threads of the monitor.
+fn compare_copies(program: &Path, keeping: Keeping, is_stopped: bool) {
+    for (mode, seed) in [(0, 1), (1, 2), (3, 3)] {
         let mut monitor = Monitor::keeping(program, keeping);
         monitor.run(&format!("mode {mode}")).unwrap();
         monitor.slot(2, 0x2000_0000, 1024, 2, LOGGED);
@@ -313,11 +372,13 @@ fn neither_loses_a_write_while_the_machine_runs() {
         monitor.run("follow 1").unwrap();
         monitor.run(&format!("load {seed}")).unwrap();
         let mut collected = 0;
+        let mut stops = is_stopped.then(|| Stops::of(monitor.child.id() as i32));
         for round in 0..6 {
             monitor.begin(if round % 2 == 0 { "follow 40" } else { "drop 60" });
             (0..30).for_each(|_| collected += copy_of(&mut log, &mut copy));
             monitor.answer().unwrap();
         }
+        assert!(stops.as_mut().is_none_or(|stops| stops.end() > 0), "no thread was stopped");
         // The monitor compares its own copy.
         assert_oracle_eq!(monitor.run("settle"), Ok(Vec::new()), "mode {mode}: what the monitor has found");
         collected += copy_of(&mut log, &mut copy);

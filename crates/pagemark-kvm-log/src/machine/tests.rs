@@ -1,6 +1,6 @@
 //! The machine, against a model of the kernel and of what each reader must be told.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
@@ -13,6 +13,9 @@ type ModelSlot = (Region, Option<BTreeSet<u64>>);
 /// The entries that were not read, and all whose pages are not protected again.
 type ModelRings = (Vec<(u32, u64)>, BTreeSet<(u32, u64)>);
 
+/// How many pages an interrupted reset leaves unprotected.
+const INTERRUPTED_PAGES: usize = 2;
+
 /// The entries of a ring, more than the slots of a trial have pages.
 const RING_ENTRIES: usize = 512;
 
@@ -24,6 +27,8 @@ struct Model {
     available: u64,
     /// If it keeps rings.
     rings: Option<RefCell<ModelRings>>,
+    /// The next reset of the rings protects all pages but the last ones.
+    is_interrupted: Cell<bool>,
     /// Calls that still succeed, if they are counted.
     remaining: RefCell<Option<u32>>,
 }
@@ -88,6 +93,11 @@ impl Kernel for Model {
             return slots.remove(&region.slot).map(drop).ok_or(libc::EINVAL);
         }
         let known = slots.remove(&region.slot);
+        let was_logged = known.as_ref().is_some_and(|(_, log)| log.is_some());
+        if let Some(rings) = self.rings.as_ref().filter(|_| !was_logged && region.flags & LOGGED != 0) {
+            // What begins to be logged is protected.
+            rings.borrow_mut().1.retain(|(slot, _)| *slot != region.slot);
+        }
         if let Some((known, log)) = &known
             && (known.bytes != region.bytes || known.host_address != region.host_address)
         {
@@ -138,11 +148,17 @@ impl Kernel for Model {
         let (entries, open) = &mut *rings.borrow_mut();
         let overwritten = entries.len().saturating_sub(RING_ENTRIES);
         let is_full = entries.len() >= RING_ENTRIES;
+        let last: BTreeSet<(u32, u64)> = entries.iter().rev().take(INTERRUPTED_PAGES).copied().collect();
         entries.drain(..).skip(overwritten).for_each(|(slot, page)| each(slot, page));
         self.may_fail()?;
+        let is_interrupted = self.is_interrupted.take();
         // Pages whose entries are lost are never protected again, which this does not model.
-        open.clear();
-        Ok(if is_full { Taken::Overwritten } else { Taken::All })
+        open.retain(|page| is_interrupted && last.contains(page));
+        Ok(match (is_full, is_interrupted) {
+            (true, _) => Taken::Overwritten,
+            (false, true) => Taken::Unprotected,
+            (false, false) => Taken::All,
+        })
     }
 }
 
@@ -172,6 +188,7 @@ enum Step {
     Collect,
     End,
     Options(u64),
+    Interrupt,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -184,6 +201,7 @@ fn step() -> impl Strategy<Value = Step> {
         3 => Just(Step::Collect),
         1 => Just(Step::End),
         1 => prop_oneof![Just(0), Just(1), Just(3)].prop_map(Step::Options),
+        1 => Just(Step::Interrupt),
     ]
 }
 
@@ -306,6 +324,7 @@ impl Trial {
                 machine.set_owner_options(options, |options| kernel.set_manual(options)).unwrap();
                 self.options = options;
             }
+            Step::Interrupt => self.kernel.is_interrupted.set(true),
             Step::Begin => {}
         }
         Ok(())
@@ -480,6 +499,39 @@ fn a_begin_that_fails_leaves_no_log_behind() {
     assert!(!trial.machine.is_read());
     trial.machine.begin(&trial.kernel).unwrap();
     assert!(SLOTS.iter().all(|&slot| trial.kernel.is_logged(slot)));
+}
+
+#[test]
+fn all_pages_count_as_written_once_after_an_interrupted_reset() {
+    let mut trial = Trial::with_rings();
+    trial.set(1, true, 0).unwrap();
+    trial.machine.begin(&trial.kernel).unwrap();
+    let first = HOSTS[1] / PAGE;
+    trial.kernel.write(1, 9);
+    trial.kernel.is_interrupted.set(true);
+    // As where a ring is full: what is read next is all.
+    trial.machine.take_rings(&trial.kernel).unwrap();
+    trial.kernel.write(1, 9);
+    let all: BTreeSet<u64> = (first..first + PAGES[1]).collect();
+    // The slot cannot be protected.
+    *trial.kernel.remaining.borrow_mut() = Some(2);
+    assert_eq!(trial.collect(), Err(Refusal::Call(libc::ENOMEM)));
+    *trial.kernel.remaining.borrow_mut() = None;
+    assert_eq!(trial.collect().unwrap(), all);
+    assert_eq!(trial.get(1).unwrap().len() as u64, PAGES[1]);
+    trial.kernel.write(1, 9);
+    assert_eq!(trial.collect().unwrap(), BTreeSet::from([first + 9]));
+    assert_eq!(trial.get(1).unwrap(), BTreeSet::from([9]));
+    // A slot that is dropped before it is protected.
+    trial.kernel.write(1, 9);
+    trial.kernel.is_interrupted.set(true);
+    trial.machine.take_rings(&trial.kernel).unwrap();
+    trial.kernel.write(1, 9);
+    *trial.kernel.remaining.borrow_mut() = Some(1);
+    assert!(trial.drop_slot(1).is_err());
+    *trial.kernel.remaining.borrow_mut() = None;
+    trial.drop_slot(1).unwrap();
+    assert_eq!(trial.collect().unwrap(), all);
 }
 
 #[test]

@@ -327,43 +327,42 @@ impl Machine {
 
     /// The pages in the rings count as written, and are protected again. Those that are not tracked
     /// stay writable, and cost nothing more.
-    ///
-    /// KVM protects no page: since Linux 6.16, a reset that a signal or a tracer interrupts forgets
-    /// pages, and does not report that.
     fn empty_rings(&self, space: &mut Space) -> Result<(), i32> {
         let generation = self.generation.load(Ordering::Relaxed);
         let Space { rings, slots, tracking, .. } = space;
         let tracked = &mut tracking.by[Means::Ring as usize];
         let is_noted = self.noted.is_wanted();
-        let (mut pages, mut is_new) = (Vec::new(), false);
-        let rings = rings.iter_mut().filter(|ring| ring.generation() == generation);
-        let read = rings.map(|ring| {
-            ring.read(|slot, page| {
-                is_new = true;
+        let mut pages = Vec::new();
+        let mut read = Ok(());
+        for ring in rings.iter_mut().filter(|ring| ring.generation() == generation) {
+            let found = ring.read(|slot, page| {
                 if is_noted {
                     self.noted.add(slot as usize, page);
                 }
-                if let Some(span) = (slot as usize).checked_sub(1).and_then(|index| slots.get(index)) {
-                    let at = span * SLOT_SPAN + page * PAGE;
-                    pages.extend(tracked.ranges.contains(at).then_some(at));
-                }
-                false
-            })
-        });
-        let read = read.fold(Ok(()), Result::and);
+                let Some(span) = (slot as usize).checked_sub(1).and_then(|index| slots.get(index)) else {
+                    return false;
+                };
+                let at = span * SLOT_SPAN + page * PAGE;
+                let is_tracked = tracked.ranges.contains(at);
+                pages.extend(is_tracked.then_some(at));
+                is_tracked
+            });
+            read = read.and(found);
+        }
         pages.sort_unstable();
-        let pages: RangeSet<u64> = pages.into_iter().map(|page| page..page + PAGE).collect();
-        tracked.written.extend(&pages);
-        if !is_new {
+        tracked.written.extend(&pages.into_iter().map(|page| page..page + PAGE).collect());
+        let reset = dirty_ring::reset(&self.vm, rings.iter_mut().filter(|ring| ring.generation() == generation));
+        if reset == Ok(true) {
             return read;
         }
-        // Between two tracked ranges may be memory of another protection.
-        let protected = tracked.ranges.iter().try_for_each(|range| flush(&pages.within(range).collect()));
+        // Without its translations, a page is in a ring with its next access. Between two tracked ranges
+        // may be memory of another protection.
+        let protected = tracked.ranges.iter().try_for_each(|range| flush(&RangeSet::from(range)));
         if protected.is_err() {
-            // KVM would not note the next writes to them.
+            // The next writes may be in no ring.
             tracking.mark_always();
         }
-        read.and(dirty_ring::reset(&self.vm)).and(protected)
+        read.and(reset.map(drop)).and(protected)
     }
 
     /// The slot of the span in which `address` lies.

@@ -26,12 +26,17 @@ pub fn enable(vm: &VmFd) -> Result<(), i32> {
     ring::enable(vm.as_raw_fd(), RING_ENTRIES)
 }
 
-/// Has KVM protect all pages again whose entries were read.
+/// Has KVM protect all pages again whose entries were read. `rings` are all that have such entries.
+/// Returns as [`ring::reset`]. No thread of the machine has io_uring.
 ///
 /// # Errors
-/// Those of KVM.
-pub fn reset(vm: &VmFd) -> Result<(), i32> {
-    ring::reset(vm.as_raw_fd())
+/// Those of KVM; then any of the pages may be unprotected.
+pub fn reset<'r>(vm: &VmFd, rings: impl Iterator<Item = &'r mut Ring>) -> Result<bool, i32> {
+    let rings: Vec<&mut Ring> = rings.collect();
+    let unreset = rings.iter().fold(0u32, |sum, ring| sum.saturating_add(ring.unreset));
+    let is_whole = ring::reset(vm.as_raw_fd(), unreset)?;
+    rings.into_iter().for_each(|ring| ring.unreset = 0);
+    Ok(is_whole)
 }
 
 /// The ring of a virtual CPU.
@@ -43,12 +48,14 @@ pub struct Ring {
     generation: u32,
     /// How many entries were read.
     read: u32,
+    /// How many of them were not reset since.
+    unreset: u32,
 }
 
 impl Ring {
     /// That of a new virtual CPU.
     pub fn new(descriptor: RawFd, generation: u32) -> Ring {
-        Ring { descriptor, generation, read: 0 }
+        Ring { descriptor, generation, read: 0, unreset: 0 }
     }
 
     /// The generation of the machine to which it belongs.
@@ -61,7 +68,10 @@ impl Ring {
     /// # Errors
     /// It cannot be mapped.
     pub fn recover(&mut self) -> Result<(), i32> {
-        self.with_mapped(ring::Ring::pass_over_read)
+        let before = self.read;
+        self.with_mapped(ring::Ring::pass_over_read)?;
+        self.unreset = self.unreset.saturating_add(self.read.wrapping_sub(before));
+        Ok(())
     }
 
     /// Reads the entries that are new. `each` gets a slot and the number of a page in it, and
@@ -70,7 +80,10 @@ impl Ring {
     /// # Errors
     /// It cannot be mapped; then nothing is read.
     pub fn read(&mut self, each: impl FnMut(u32, u64) -> bool) -> Result<(), i32> {
-        self.with_mapped(|mapped| _ = mapped.read(each))
+        let before = self.read;
+        self.with_mapped(|mapped| _ = mapped.read(each))?;
+        self.unreset = self.unreset.saturating_add(self.read.wrapping_sub(before));
+        Ok(())
     }
 
     fn with_mapped(&mut self, work: impl FnOnce(&mut ring::Ring)) -> Result<(), i32> {
