@@ -180,6 +180,52 @@ fn waiting_calls_go_on_in_the_running_and_in_the_restored_program() {
     }
 }
 
+/// Makes the same call again and again, and counts the calls, and those that were interrupted.
+const REPEATED: &str = r#"
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+int main(void)
+{
+	int file = open("counts", O_RDWR | O_CREAT, 0600);
+	ftruncate(file, 4096);
+	volatile unsigned *counts = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+	struct timespec some_time = { 0, 50 * 1000 * 1000 };
+	for (;;) {
+		if (syscall(SYS_nanosleep, &some_time, NULL))
+			counts[1]++;
+		counts[0]++;
+	}
+}
+"#;
+
+/// A call that a dump has interrupted, and one like it that the next dump interrupts, are not the
+/// same call, which would have lasted longer than its limit.
+#[test]
+fn a_call_that_is_made_again_and_again_is_never_interrupted() {
+    let Some(criu) = criu() else { return };
+    let Some(program) = Program::c(REPEATED) else { return };
+    let counts = || {
+        let bytes = std::fs::read(program.directory().join("counts")).unwrap_or_default();
+        let count = |at: usize| Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?));
+        Some((count(0)?, count(4)?))
+    };
+    let go_on = || {
+        let before = counts().map_or(0, |(calls, _)| calls);
+        wait_until("whole calls are made", || counts().is_some_and(|(calls, _)| calls > before + 3));
+    };
+    for _ in 0..6 {
+        go_on();
+        drop(take(&criu, program.pid(), &DumpOptions::default()));
+    }
+    go_on();
+    assert_eq!(counts().unwrap().1, 0);
+}
+
 /// A signal that arrives in the freeze interrupts the call.
 #[test]
 fn a_signal_in_the_freeze_interrupts_the_call() {

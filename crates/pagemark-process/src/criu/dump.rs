@@ -426,6 +426,7 @@ impl Dump {
             std::thread::sleep(POLL);
         };
         drop(socket);
+        self.interrupted.resumed();
         if !status.success() {
             return Err(self.failure());
         }
@@ -509,6 +510,7 @@ impl Dump {
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < deadline {
             std::thread::sleep(POLL);
         }
+        self.interrupted.resumed();
     }
 
     /// True if CRIU has ended, without success.

@@ -16,7 +16,9 @@
 //!   makes the call again. Of a thread that is not the first of its process, the kernel has kept
 //!   the time that is left. For others the limit begins anew. So that checkpoints in short
 //!   intervals do not extend a call without end, a call that lasts longer than its limit since it
-//!   was first seen gets EINTR, which each of these calls may return at any time.
+//!   was first seen gets EINTR, which each of these calls may return at any time. A program that
+//!   makes the same call again and again is not meant by that: a call that began anew has ended
+//!   once its limit has passed since the thread ran again ([`InterruptedCalls::resumed`]).
 //!
 //! `restart_syscall` has replaced the number of the first call in the registers. The number is
 //! found in the code that makes the call, or, if the code has it in a register, by the kernel's
@@ -28,7 +30,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use pagemark_linux::proc::{self, Call};
+use nix::sys::socket::{getsockopt, sockopt::ReceiveTimeout};
+use nix::sys::time::TimeValLike;
+use pagemark_linux::pidfd;
+use pagemark_linux::proc::{self, Call, Status};
 use pagemark_linux::ptrace::{self, CODE_SEGMENT_64, Registers};
 use pagemark_trace::RecordedPid;
 use pagemark_trace::error::Error;
@@ -56,6 +61,8 @@ enum Limit {
     Fixed,
     /// This long since the call was made.
     For(Duration),
+    /// Unknown. The call begins anew once.
+    Once,
 }
 
 /// The calls that are restarted, as far as they have to be remembered.
@@ -85,8 +92,25 @@ type ProcessSite = (i32, Site);
 struct Seen {
     /// What distinguishes it: number, stack, and arguments.
     call: [u64; 6],
+    limit: Limit,
     /// When a dump interrupted it first.
     first: Instant,
+    /// When the thread ran again after the last dump. None while it is frozen.
+    resumed: Option<Instant>,
+}
+
+impl Seen {
+    /// True if the call, begun anew when its thread ran again, may last until now. Later, the
+    /// thread makes another call like it.
+    fn may_last_until(&self, now: Instant) -> bool {
+        match (self.resumed, self.limit) {
+            // The kernel wakes a thread at most 1 % of the limit later.
+            (Some(resumed), Limit::For(limit)) => {
+                now.saturating_duration_since(resumed) <= limit.saturating_add(limit / 100)
+            }
+            _ => true,
+        }
+    }
 }
 
 /// True for registers of a 64-bit program with the result EINTR.
@@ -125,24 +149,35 @@ impl InterruptedCalls {
 
     /// True if a call may begin anew.
     fn may_wait(&self, thread: i32, registers: &Registers, limit: Limit, now: Instant) -> bool {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        let Limit::For(limit) = limit else {
-            seen.remove(&thread);
+        let mut all = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let earlier = all.remove(&thread);
+        if limit == Limit::Fixed {
             return true;
-        };
+        }
         let Registers { orig_rax, rsp, rdi, rsi, rdx, r10, .. } = *registers;
         let call = [orig_rax, rsp, rdi, rsi, rdx, r10];
-        match seen.get(&thread) {
-            Some(earlier) if earlier.call == call && now.duration_since(earlier.first) >= limit => {
-                seen.remove(&thread);
-                false
-            }
-            Some(earlier) if earlier.call == call => true,
-            _ => {
-                seen.insert(thread, Seen { call, first: now });
-                true
-            }
+        let same = earlier.filter(|seen| seen.call == call && seen.limit == limit && seen.may_last_until(now));
+        let has_passed = same.is_some_and(|seen| match limit {
+            Limit::For(limit) => now.saturating_duration_since(seen.first) >= limit,
+            Limit::Fixed | Limit::Once => true,
+        });
+        if !has_passed {
+            let first = same.map_or(now, |seen| seen.first);
+            all.insert(thread, Seen { call, limit, first, resumed: None });
         }
+        !has_passed
+    }
+
+    /// The threads of a dump run again.
+    pub fn resumed(&self) {
+        self.resumed_at(Instant::now());
+    }
+
+    fn resumed_at(&self, now: Instant) {
+        let mut all = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        all.values_mut().for_each(|seen| {
+            seen.resumed.get_or_insert(now);
+        });
     }
 
     /// Finds out in which calls the threads of a tree wait, before the tree is frozen, and forgets
@@ -241,7 +276,10 @@ fn keeps_time(number: i64) -> bool {
 
 /// How long a call may wait which can be made again. None for other calls.
 fn limit(thread: i32, registers: &Registers) -> Option<Limit> {
-    let time_at = |address: u64| if address == 0 { Limit::Fixed } else { Limit::For(read_time(thread, address)) };
+    let time_at = |address: u64| match address {
+        0 => Limit::Fixed,
+        address => read_time(thread, address).map_or(Limit::Once, Limit::For),
+    };
     let milliseconds =
         |limit: u64| u64::try_from(limit as i32).map_or(Limit::Fixed, |ms| Limit::For(Duration::from_millis(ms)));
     match registers.orig_rax as i64 {
@@ -254,24 +292,31 @@ fn limit(thread: i32, registers: &Registers) -> Option<Limit> {
             // The other operations that wait have a point in time.
             _ => Limit::Fixed,
         }),
+        libc::SYS_epoll_pwait2 | libc::SYS_semtimedop => Some(time_at(registers.r10)),
+        libc::SYS_rt_sigtimedwait => Some(time_at(registers.rdx)),
+        libc::SYS_io_getevents => Some(time_at(registers.r8)),
         _ => match ptrace::wait_limit_ms(registers)? {
             0 => Some(Limit::Fixed),
-            // An unknown limit: the call begins anew once.
-            u64::MAX => Some(Limit::For(Duration::ZERO)),
+            u64::MAX => Some(receive_limit(thread, registers.rdi as i32).map_or(Limit::Once, Limit::For)),
             ms => Some(Limit::For(Duration::from_millis(ms))),
         },
     }
 }
 
-/// A `struct timespec` of a thread; zero if it cannot be read.
-fn read_time(thread: i32, address: u64) -> Duration {
+/// A `struct timespec` of a thread.
+fn read_time(thread: i32, address: u64) -> Option<Duration> {
     let mut time = [0; 16];
-    let read = proc::open_memory(thread).and_then(|memory| memory.read_exact_at(&mut time, address));
+    proc::open_memory(thread).ok()?.read_exact_at(&mut time, address).ok()?;
     let [seconds, nanoseconds] = [0, 8].map(|at| u64::from_ne_bytes(time[at..at + 8].try_into().unwrap_or_default()));
-    match read {
-        Ok(()) => Duration::from_secs(seconds).saturating_add(Duration::from_nanos(nanoseconds)),
-        Err(_) => Duration::ZERO,
-    }
+    Some(Duration::from_secs(seconds).saturating_add(Duration::from_nanos(nanoseconds)))
+}
+
+/// How long a thread waits to receive from its socket `number` (`SO_RCVTIMEO`).
+fn receive_limit(thread: i32, number: i32) -> Option<Duration> {
+    let socket = pidfd::duplicate(Status::read(thread).ok()?.process_id, number).ok()?;
+    let limit = getsockopt(&socket, ReceiveTimeout).ok()?;
+    let micros = Duration::from_micros(u64::try_from(limit.num_microseconds()).ok()?);
+    (!micros.is_zero()).then_some(micros)
 }
 
 /// The number that code which ends with `syscall` sets last, if the call is one that keeps time.
@@ -352,6 +397,8 @@ fn call_to_make(
 #[cfg(test)]
 mod tests {
     use super::super::images::schema::{SiginfoEntry, TaskCoreEntry, ThreadCoreEntry};
+    use std::os::fd::AsRawFd;
+
     use super::*;
 
     fn interrupted(number: i64) -> Registers {
@@ -404,6 +451,26 @@ mod tests {
         // An unlimited call in between was another call.
         assert!(calls.may_wait(1, &call, Limit::Fixed, at(35)));
         assert!(calls.may_wait(1, &other, limit, at(60)));
+        // An unknown limit.
+        assert!(calls.may_wait(1, &call, Limit::Once, at(70)));
+        assert!(!calls.may_wait(1, &call, Limit::Once, at(70)));
+    }
+
+    #[test]
+    fn a_call_that_is_made_again_and_again_is_not_taken_for_a_long_one() {
+        let calls = InterruptedCalls::default();
+        let (call, limit) = (interrupted(libc::SYS_nanosleep), Limit::For(Duration::from_secs(10)));
+        let begin = Instant::now();
+        let at = |seconds| begin + Duration::from_secs(seconds);
+        // Frozen at, resumed at: each begins anew at most once more.
+        for (frozen, resumed, expected) in
+            [(0, 1, true), (12, 13, true), (20, 21, true), (30, 31, false), (32, 33, true), (50, 51, true)]
+        {
+            assert_eq!(calls.may_wait(1, &call, limit, at(frozen)), expected, "{frozen}");
+            calls.resumed_at(at(resumed));
+        }
+        // Another limit at the same address.
+        assert!(calls.may_wait(1, &call, Limit::For(Duration::from_secs(1)), at(52)));
     }
 
     #[test]
@@ -427,7 +494,18 @@ mod tests {
         assert_eq!(of(libc::SYS_futex, |_, _| {}), Some(Limit::Fixed));
         assert_eq!(of(libc::SYS_epoll_wait, |r, _| r.r10 = 3500), Some(half));
         assert_eq!(of(libc::SYS_epoll_wait, |r, _| r.r10 = u64::from(u32::MAX)), Some(Limit::Fixed));
-        assert_eq!(of(libc::SYS_recvmsg, |_, _| {}), Some(Limit::For(Duration::ZERO)));
+        assert_eq!(of(libc::SYS_semtimedop, |r, at| r.r10 = at), Some(half));
+        assert_eq!(of(libc::SYS_epoll_pwait2, |r, at| r.r10 = at), Some(half));
+        assert_eq!(of(libc::SYS_rt_sigtimedwait, |r, at| r.rdx = at), Some(half));
+        assert_eq!(of(libc::SYS_rt_sigtimedwait, |_, _| {}), Some(Limit::Fixed));
+        assert_eq!(of(libc::SYS_io_getevents, |r, at| r.r8 = at), Some(half));
+        assert_eq!(of(libc::SYS_nanosleep, |r, _| r.rdi = 8), Some(Limit::Once));
+        assert_eq!(of(libc::SYS_recvmsg, |r, _| r.rdi = u64::MAX), Some(Limit::Once));
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(3500))).unwrap();
+        let mut receives = interrupted(libc::SYS_recvmsg);
+        receives.rdi = socket.as_raw_fd() as u64;
+        assert_eq!(limit(me, &receives), Some(half));
         assert_eq!(of(libc::SYS_write, |_, _| {}), None);
     }
 
