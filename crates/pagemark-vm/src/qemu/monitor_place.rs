@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open, openat, readlinkat};
@@ -17,6 +18,11 @@ use crate::error::{Error, ErrorKind, Object, Result};
 /// The most links of one path, as of the kernel.
 const MAX_LINKS: usize = 40;
 
+/// How long a socket that nobody listens to may belong to a QEMU that is just starting: QEMU makes
+/// the file first, and then listens.
+const START_LIMIT: Duration = Duration::from_secs(1);
+const POLL: Duration = Duration::from_millis(5);
+
 /// Connects to the monitor at `path`. Where this process is root, a link of a user leads to sockets
 /// of that user alone: the user might not be permitted to connect to those of others.
 pub(crate) fn connect(path: &Path) -> Result<UnixStream> {
@@ -26,7 +32,7 @@ pub(crate) fn connect(path: &Path) -> Result<UnixStream> {
         error.help("start QEMU with `-qmp unix:PATH,server=on,wait=off`")
     };
     if !nix::unistd::geteuid().is_root() {
-        return UnixStream::connect(path).map_err(failed);
+        return connect_soon(path).map_err(failed);
     }
     let place = Place::of(path).map_err(|error| failed(error.into()))?;
     let owner = place.stat.st_uid;
@@ -34,7 +40,20 @@ pub(crate) fn connect(path: &Path) -> Result<UnixStream> {
         let reason = format!("leads through a link of the user {user} to a socket of the user {owner}");
         return Err(Error::about(ErrorKind::Unsupported, object, reason).help("give the path of the socket itself"));
     }
-    UnixStream::connect(proc::own_path(&format!("fd/{}", place.file.as_raw_fd()))).map_err(failed)
+    connect_soon(&proc::own_path(&format!("fd/{}", place.file.as_raw_fd()))).map_err(failed)
+}
+
+/// Connects to a socket, and waits a moment for somebody who listens.
+fn connect_soon(path: &Path) -> io::Result<UnixStream> {
+    let deadline = Instant::now() + START_LIMIT;
+    loop {
+        match UnixStream::connect(path) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused && Instant::now() < deadline => {
+                std::thread::sleep(POLL);
+            }
+            connected => return connected,
+        }
+    }
 }
 
 /// What a path leads to.
@@ -85,5 +104,36 @@ impl Place {
             leaders.push(directory);
         }
         Ok(Place { file, stat, leaders })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
+
+    use super::*;
+
+    #[test]
+    fn a_monitor_that_does_not_listen_yet_is_waited_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("monitor");
+        let monitor = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        bind(monitor.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+        assert_eq!(UnixStream::connect(&path).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+        std::thread::scope(|scope| {
+            let connected = scope.spawn(|| connect(&path).map(drop));
+            std::thread::sleep(POLL * 4);
+            listen(&monitor, Backlog::new(1).unwrap()).unwrap();
+            connected.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_socket_that_a_qemu_has_left_is_an_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("monitor");
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        let error = connect(&path).unwrap_err().to_string();
+        assert!(error.contains("connect to"), "{error}");
     }
 }
