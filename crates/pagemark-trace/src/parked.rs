@@ -3,6 +3,7 @@
 
 use std::ffi::OsStr;
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -29,8 +30,14 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// How long all processes go on between two attempts.
 const RUN: Duration = Duration::from_millis(50);
 
-/// Pause between two tries within an attempt.
-const PAUSE: Duration = Duration::from_millis(1);
+/// Pause between two tries within an attempt: short at first, since most processes are ready within
+/// microseconds, and longer the longer an attempt takes, since each try reads much of `/proc`.
+const PAUSE: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(20);
+
+/// Waits for the pause after a try of what has begun then.
+fn pause(begin: Instant) {
+    std::thread::sleep((begin.elapsed() / 32).clamp(*PAUSE.start(), *PAUSE.end()));
+}
 
 /// True if a process runs in a machine.
 pub fn is_in_machine(pid: i32) -> bool {
@@ -63,7 +70,7 @@ pub fn wait_for_machine(pid: i32) {
     // Who only has KVM open may be another monitor.
     let starts = || executes_monitor(pid) || begin.elapsed() < ATTEMPT_LIMIT && holds_kvm(pid);
     while !is_in_machine(pid) && starts() && begin.elapsed() < PATIENCE {
-        std::thread::sleep(PAUSE);
+        pause(begin);
     }
 }
 
@@ -145,7 +152,7 @@ impl ParkedProcesses {
     /// A process cannot give it up within some seconds; all go on. [`ErrorKind::Busy`]: it may
     /// later ([`Repetition`]).
     pub fn park(list: impl Fn() -> Result<Vec<Process>>) -> Result<ParkedProcesses> {
-        let deadline = Instant::now() + ATTEMPT_LIMIT;
+        let begin = Instant::now();
         let mut parked = ParkedProcesses::default();
         loop {
             let (mut busy, known) = (None, parked.parked.len());
@@ -173,8 +180,8 @@ impl ParkedProcesses {
             match busy {
                 None if parked.parked.len() == known => return Ok(parked),
                 None => {}
-                Some(error) if Instant::now() > deadline => return Err(error),
-                Some(_) => std::thread::sleep(PAUSE),
+                Some(error) if begin.elapsed() > ATTEMPT_LIMIT => return Err(error),
+                Some(_) => pause(begin),
             }
         }
     }
