@@ -215,13 +215,12 @@ fn anchors_are_found() {
     assert_eq!(anchors(document), ["a-programs-own-memory", "x-and-_y_-z-1"]);
 }
 
-/// The numbers of the patches of `kernel/ldt` that a line names.
+/// The patches that the code spans of a line name, by a number and the first words of the subject.
 fn patches(line: &str) -> impl Iterator<Item = &str> {
-    let named = line.split_once("`kernel/ldt` ").map_or("", |(_, rest)| rest);
-    named
-        .split(|c: char| !c.is_ascii_digit())
-        .take_while(|number| number.is_empty() || number.len() == 4)
-        .filter(|number| !number.is_empty())
+    line.split('`').skip(1).step_by(2).filter(|span| {
+        let (number, subject) = span.split_once('-').unwrap_or_default();
+        number.len() == 4 && number.bytes().all(|byte| byte.is_ascii_digit()) && !subject.is_empty()
+    })
 }
 
 #[test]
@@ -232,8 +231,34 @@ fn named_patches_exist() {
     let references = std::fs::read_to_string(root.join("docs/references.md")).expect("the references");
     let named: Vec<&str> = text_lines(&references).flat_map(|(_, line)| patches(line)).collect();
     assert!(named.len() > 5, "too few patches were found: {named:?}");
-    for number in named {
-        assert!(series.iter().any(|patch| patch.starts_with(number)), "there is no patch {number}");
+    for patch in named {
+        assert!(series.iter().any(|file| file.starts_with(&format!("{patch}-"))), "there is no patch {patch}");
+    }
+}
+
+#[test]
+fn patches_are_found() {
+    let line = "`0008-x86-mm`, 0009-mm, `0010`, `kernel/ldt`, `10-mm`, `0011-mm-mremap`";
+    assert_eq!(patches(line).collect::<Vec<_>>(), ["0008-x86-mm", "0011-mm-mremap"]);
+}
+
+/// Each part of the works that `docs/references.md` lists has a state, and, unless it is open, a
+/// place.
+#[test]
+fn parts_of_the_works_have_states() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let references = std::fs::read_to_string(root.join("docs/references.md")).expect("the references");
+    let rows = references.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| section |"));
+    let rows: Vec<Vec<&str>> = rows.map(|row| row.split('|').map(str::trim).collect()).collect();
+    assert!(rows.len() > 40, "too few parts were found: {}", rows.len());
+    for row in rows {
+        let ["", section, part, state, place, ""] = row[..] else { panic!("other columns: {row:?}") };
+        let known = state.split("; ").all(|state| {
+            let (state, reason) = state.split_once(": ").unwrap_or((state, ""));
+            ["works", "model", "open"].contains(&state) && reason.is_empty() || state == "smaller" && !reason.is_empty()
+        });
+        assert!(known && !section.is_empty() && !part.is_empty(), "{row:?}");
+        assert!(state == "open" || !place.is_empty(), "{part} is nowhere");
     }
 }
 
