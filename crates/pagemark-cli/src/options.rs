@@ -169,6 +169,11 @@ pub struct CaptureOptions {
     /// container that has one of its own; makes the freeze longer
     #[arg(long)]
     save_network: bool,
+    /// Save a program also if it confines itself by Landlock or syscall user dispatch, or has keys
+    /// in keyrings of its own. The restored program has none of that: no such sandbox, no such
+    /// keys. `restore` names what it lacks
+    #[arg(long)]
+    without_sandbox: bool,
     /// Save memory and registers alone: needs no CRIU; to look at, not to restore
     #[arg(long)]
     memory_only: bool,
@@ -274,8 +279,8 @@ impl CaptureOptions {
         if self.memory_only {
             return Ok(Arc::new(RegisterSaver));
         }
-        let CaptureOptions { keep_connections, cgroups, save_network, .. } = *self;
-        let options = DumpOptions { keep_connections, cgroups, save_network };
+        let CaptureOptions { keep_connections, cgroups, save_network, without_sandbox, .. } = *self;
+        let options = DumpOptions { keep_connections, cgroups, save_network, without_sandbox };
         Ok(Arc::new(CriuSaver::find(options)?))
     }
 

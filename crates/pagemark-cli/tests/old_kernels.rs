@@ -15,7 +15,7 @@ use support::{Pagemark, is_alive, kill_and_wait};
 /// The interfaces that a version lacks.
 fn lacks(version: &str) -> &'static [&'static str] {
     // The oldest first.
-    const SINCE: [&str; 13] = [
+    const SINCE: [&str; 14] = [
         "pidfd_open",
         "pidfd_getfd",
         "UFFD_FEATURE_PAGEFAULT_FLAG_WP",
@@ -25,6 +25,7 @@ fn lacks(version: &str) -> &'static [&'static str] {
         "MADV_POPULATE_READ and MADV_POPULATE_WRITE",
         "UFFD_FEATURE_WP_HUGETLBFS_SHMEM",
         "BPF iterator task_vma",
+        "BPF iterator task",
         "UFFD_FEATURE_WP_UNPOPULATED",
         "UFFD_FEATURE_WP_ASYNC",
         "PAGEMAP_SCAN",
@@ -33,7 +34,7 @@ fn lacks(version: &str) -> &'static [&'static str] {
     match version {
         "4.18" => &SINCE,
         "5.10" => &SINCE[6..],
-        "6.1" => &SINCE[9..],
+        "6.1" => &SINCE[10..],
         other => panic!("what does Linux {other} lack?"),
     }
 }

@@ -12,6 +12,8 @@ const ITER_CREATE: libc::c_int = 33;
 const PROG_TYPE_TRACING: u32 = 26;
 const TRACE_ITER: u32 = 28;
 
+/// The number of the kernel's function `bpf_probe_read_kernel`.
+const PROBE_READ: i32 = 113;
 /// The number of the kernel's function `bpf_seq_write`.
 const SEQ_WRITE: i32 = 127;
 
@@ -34,6 +36,8 @@ pub(super) enum Register {
     R6 = 6,
     /// Kept by calls.
     R7 = 7,
+    /// Kept by calls.
+    R8 = 8,
     /// End of the stack.
     R10 = 10,
 }
@@ -84,6 +88,11 @@ impl Instruction {
     /// Leaves out this many instructions if the register is zero.
     pub(super) const fn skip_if_zero(register: Register, instructions: i16) -> Instruction {
         Instruction::new(0x15, register, R0, instructions, 0)
+    }
+
+    /// Copies R2 bytes of the kernel's memory from R3 to R1. What cannot be read becomes zeros.
+    pub(super) const fn call_probe_read() -> Instruction {
+        Instruction::new(0x85, R0, R0, 0, PROBE_READ)
     }
 
     /// Writes the bytes at R2, R3 of them, to what R1 names.
@@ -140,7 +149,7 @@ struct Link {
     padding: u32,
 }
 
-/// `union bpf_iter_link_info` for the elements of a thread.
+/// `union bpf_iter_link_info` for the elements of a thread or of a process.
 #[repr(C)]
 struct OfThread {
     thread: u32,
@@ -185,11 +194,23 @@ impl Iterator {
     /// # Errors
     /// `EINVAL`: the kernel is older than Linux 6.1. `ESRCH`: there is no such thread.
     pub(super) fn of_thread(&self, thread: i32) -> io::Result<File> {
-        let information = OfThread { thread: thread.cast_unsigned(), process: 0, process_descriptor: 0 };
+        self.of(&OfThread { thread: thread.cast_unsigned(), process: 0, process_descriptor: 0 })
+    }
+
+    /// Begins to list the elements that belong to the threads of a process, by its id in this
+    /// process's namespace of process ids.
+    ///
+    /// # Errors
+    /// Those of [`of_thread`](Iterator::of_thread).
+    pub(super) fn of_process(&self, pid: i32) -> io::Result<File> {
+        self.of(&OfThread { thread: 0, process: pid.cast_unsigned(), process_descriptor: 0 })
+    }
+
+    fn of(&self, information: &OfThread) -> io::Result<File> {
         let attributes = Link {
             program: number(&self.0),
             attach_type: TRACE_ITER,
-            information: &raw const information as u64,
+            information: std::ptr::from_ref(information) as u64,
             information_bytes: size_of::<OfThread>() as u32,
             ..Link::default()
         };

@@ -9,7 +9,9 @@ use std::io;
 use std::sync::OnceLock;
 
 use super::at_fork::hold_off;
-use super::{access, fanotify, forks, mapping_flags, own_mappings, pagemap, pidfd, populate, room, userfaultfd};
+use super::{
+    access, confinement, fanotify, forks, mapping_flags, own_mappings, pagemap, pidfd, populate, room, userfaultfd,
+};
 
 /// An interface of the kernel that not every kernel has.
 #[derive(Debug)]
@@ -70,12 +72,13 @@ pub(super) fn kernel_version() -> io::Result<(u32, u32)> {
 }
 
 /// Every interface, the newest first.
-pub static ALL: [&Interface; 14] = [
+pub static ALL: [&Interface; 15] = [
     &own_mappings::QUERY,
     &pagemap::SCAN,
     &userfaultfd::WRITE_PROTECT_ASYNC,
     &userfaultfd::WRITE_PROTECT_UNPOPULATED,
     &mapping_flags::LIST,
+    &confinement::VIEW,
     &userfaultfd::WRITE_PROTECT_SHARED,
     &populate::POPULATE,
     &pidfd::MADVISE,

@@ -1,10 +1,13 @@
-//! State of processes that CRIU does not save, and that can be read and changed from outside of
-//! them: one kind a file. Each kind is observed in the freeze, noted beside CRIU's images, given
-//! back before the restored processes run, and observed again: what differs then is named.
+//! State of processes that CRIU does not save: one kind a file. Each kind is observed in the
+//! freeze, noted beside CRIU's images, given back before the restored processes run, and observed
+//! again: what differs then is named. What cannot be given back is refused before a checkpoint, or
+//! noted and named after the restore.
 
+pub(crate) mod confinement;
 mod core_dump_filter;
 mod scheduling;
 
+use confinement::Confined;
 use core_dump_filter::CoreDumpFilter;
 use pagemark_linux::proc;
 use pagemark_trace::{PidsHere, RecordedPid};
@@ -16,6 +19,7 @@ use scheduling::Scheduling;
 pub(crate) struct State {
     scheduling: Vec<Scheduling>,
     core_dump_filters: Vec<CoreDumpFilter>,
+    confined: Vec<Confined>,
 }
 
 impl State {
@@ -27,6 +31,7 @@ impl State {
         State {
             scheduling: scheduling::observe(&threads, image_pid),
             core_dump_filters: core_dump_filter::observe(pids, image_pid),
+            confined: confinement::observe(pids, image_pid),
         }
     }
 
@@ -35,6 +40,7 @@ impl State {
         let mut missing = Vec::new();
         self.scheduling.iter().for_each(|kind| kind.give_back(here, &mut missing));
         self.core_dump_filters.iter().for_each(|kind| kind.give_back(here, &mut missing));
+        self.confined.iter().for_each(|kind| kind.report(here, &mut missing));
         missing
     }
 }

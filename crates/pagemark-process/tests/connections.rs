@@ -18,8 +18,12 @@ use support::{Program, criu, is_running, take};
 /// CRIU locks so many one after the other, so that there is time to kill a process meanwhile.
 const CONNECTIONS: usize = 20;
 
-const OPTIONS: DumpOptions =
-    DumpOptions { keep_connections: true, cgroups: pagemark_trace::cgroups::Cgroups::Restore, save_network: false };
+const OPTIONS: DumpOptions = DumpOptions {
+    keep_connections: true,
+    cgroups: pagemark_trace::cgroups::Cgroups::Restore,
+    save_network: false,
+    without_sandbox: false,
+};
 
 /// Returns what it gets on each connection, and ends at the first error. It has a child.
 const SERVER: &str = r#"

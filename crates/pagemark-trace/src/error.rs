@@ -76,6 +76,8 @@ pub enum ErrorKind {
     NoRoom,
     /// The process turns its system calls into signals.
     Dispatch,
+    /// A thread confines itself, or has keys of its own, in a way that no restore gives back.
+    Confined,
     /// The process may not create a userfaultfd.
     Refused,
     /// The memory of the process cannot be kept as it is in a freeze.

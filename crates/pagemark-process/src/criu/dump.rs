@@ -59,7 +59,7 @@ use super::withhold::{WithheldMemory, Withholding};
 use super::{Criu, dump_arguments, errors_in_log, images, limits, outside_sockets};
 use crate::refusal::{EXECUTES, NEW_FILTER};
 use crate::spawn::outlive_requests_to_end;
-use crate::state::State;
+use crate::state::{State, confinement};
 
 /// CRIU's log in the images directory.
 const LOG: &str = "dump.log";
@@ -158,6 +158,8 @@ pub struct Dump {
     machines: Option<Machines>,
     /// The processes when CRIU was started.
     tree: Vec<i32>,
+    /// What the program loses is noted, and does not refuse it.
+    without_sandbox: bool,
     /// None once CRIU's rules are removed, or if it makes none.
     rules: Option<Rules>,
     /// Waited for when CRIU has ended.
@@ -170,7 +172,7 @@ impl Dump {
     /// images hold secrets of the processes, so the directory should be its owner's alone.
     ///
     /// # Errors
-    /// [`ErrorKind::Gone`], or CRIU could not be started.
+    /// [`ErrorKind::Gone`], [`ErrorKind::Confined`], or CRIU could not be started.
     pub fn start(criu: &Criu, pid: i32, directory: &Path, options: &DumpOptions) -> Result<Dump, Error> {
         Dump::start_without(criu, pid, directory, options, &HashSet::new())
     }
@@ -190,6 +192,9 @@ impl Dump {
         let tree = tree::members(pid).map_err(|_| Error::criu_gone(pid))?;
         let tree: Vec<i32> = tree.iter().map(|member| member.process.pid).collect();
         limits::check(pid, &tree)?;
+        if !options.without_sandbox {
+            confinement::check(&tree)?;
+        }
         let notes = Notes::before_freeze(pid, &tree, options)?;
         notes.write(directory)?;
 
@@ -235,6 +240,7 @@ impl Dump {
             machines,
             rules,
             tree,
+            without_sandbox: options.without_sandbox,
             guard,
         })
     }
@@ -396,6 +402,9 @@ impl Dump {
         }
         self.notes.semaphores = sysv_semaphores::find(pid, || &pids)?;
         self.notes.owners = owners::find(&pids);
+        if !self.without_sandbox {
+            confinement::check(&pids)?;
+        }
         self.notes.state = State::observe(&pids, image_pid);
         Ok(())
     }

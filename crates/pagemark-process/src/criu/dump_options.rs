@@ -13,4 +13,7 @@ pub struct DumpOptions {
     /// Saves the interfaces, addresses, routes, rules and settings of the network, if the tree has
     /// one of its own. CRIU executes some ten programs for it in the freeze.
     pub save_network: bool,
+    /// Saves a program that confines itself, or has keys of its own, in a way that no restore gives
+    /// back. Without it, such a program is refused.
+    pub without_sandbox: bool,
 }

@@ -12,7 +12,7 @@ use pagemark::blob::BlobHistory;
 use pagemark::repository::StateRecord;
 use pagemark::target::VisitPage;
 use pagemark::{PageNumber, PageRange, Store};
-use pagemark_linux::proc::Process;
+use pagemark_linux::proc::{Process, tree};
 use pagemark_linux::scratch_directory::{Purpose, ScratchDirectory, parent_in_memory};
 use pagemark_trace::RecordedPid;
 use pagemark_trace::attach;
@@ -28,6 +28,7 @@ use crate::criu::images::PageRun;
 use crate::criu::{self, Criu, Dump, DumpOptions, ProcessImage};
 use crate::refusal;
 use crate::restore::tcp_connections;
+use crate::state::confinement;
 
 /// The longest time without a call of `meanwhile`.
 const FREEZE_POLL: Duration = Duration::from_millis(16);
@@ -94,6 +95,10 @@ impl StateSaver for CriuSaver {
     fn check(&self, root: Process) -> Result<()> {
         attach::check_namespace(root.pid)?;
         attach::check_first_threads(root.pid)?;
+        if !self.options.without_sandbox {
+            let tree = tree::members(root.pid).map_err(|_| Error::gone(root.pid))?;
+            confinement::check(&tree.iter().map(|member| member.process.pid).collect::<Vec<_>>())?;
+        }
         let locked = container::locked_directory(root.pid)
             .map_err(Error::system("read the mounts of", Object::Process(root.pid)))?;
         let Some(directory) = locked else { return Ok(()) };
