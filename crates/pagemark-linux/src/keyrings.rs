@@ -13,23 +13,27 @@ const MAX_HELD: usize = 4096;
 /// The longest description that is read, bytes.
 const MAX_DESCRIPTION: usize = 4096;
 
-/// How many keys a keyring holds that would be lost with it: all but the keyrings of users, which
-/// the kernel keeps for the user.
+/// The keys and keyrings that a keyring holds.
 ///
 /// # Errors
-/// `EACCES`: this thread may not read it. `ENOKEY`, `EKEYREVOKED`: it is gone.
-pub fn own_keys(keyring: i32) -> io::Result<usize> {
+/// `EACCES`: this thread may not read it. `ENOKEY`, `EKEYREVOKED`: it is gone. `E2BIG`: there are
+/// very many.
+pub fn held(keyring: i32) -> io::Result<Vec<i32>> {
     let mut held = vec![0_i32; MAX_HELD];
     // SAFETY: the call writes at most as many bytes as it is told, which `held` has.
     let bytes = unsafe { libc::syscall(libc::SYS_keyctl, READ, keyring, held.as_mut_ptr(), MAX_HELD * 4) };
-    // More than there is room for is not lost: it counts.
     let count = Errno::result(bytes)? as usize / size_of::<i32>();
-    let read = &held[..count.min(MAX_HELD)];
-    Ok(count - read.iter().filter(|&&key| is_keyring_of_user(key)).count())
+    if count > MAX_HELD {
+        return Err(Errno::E2BIG.into());
+    }
+    held.truncate(count);
+    Ok(held)
 }
 
-/// True for the keyring of a user, and for that of the sessions of a user without any.
-fn is_keyring_of_user(key: i32) -> bool {
+/// True for what a login or a service manager puts into the keyring of each session, and no program
+/// loses with it: the keyrings of users, which the kernel keeps for the user, and systemd's number
+/// of the start of a service. False if this thread may not see it.
+pub fn is_of_each_session(key: i32) -> bool {
     let mut text = [0_u8; MAX_DESCRIPTION];
     // SAFETY: the call writes at most as many bytes as it is told, which `text` has.
     let bytes = unsafe { libc::syscall(libc::SYS_keyctl, DESCRIBE, key, text.as_mut_ptr(), MAX_DESCRIPTION) };
@@ -37,7 +41,11 @@ fn is_keyring_of_user(key: i32) -> bool {
     // The kind, the user, the group, the permissions and the name, which ends with a zero.
     let mut fields = text.split(|&byte| byte == b';');
     let (kind, name) = (fields.next(), fields.nth(3).unwrap_or_default());
-    kind == Some(b"keyring") && (name.starts_with(b"_uid.") || name.starts_with(b"_uid_ses."))
+    match kind {
+        Some(b"keyring") => name.starts_with(b"_uid.") || name.starts_with(b"_uid_ses."),
+        Some(b"user") => name == b"invocation_id\0",
+        _ => false,
+    }
 }
 
 #[cfg(test)]
@@ -56,9 +64,11 @@ mod tests {
     }
 
     #[test]
-    fn the_keyring_of_a_user_is_no_key_of_a_session() {
+    fn what_each_session_has_is_no_key_of_a_program() {
+        let own_keys =
+            |session: i32| held(session).map(|keys| keys.iter().filter(|&&key| !is_of_each_session(key)).count());
         // The session ends with the thread.
-        let thread = std::thread::spawn(|| {
+        let thread = std::thread::spawn(move || {
             let session = match keyctl(JOIN_SESSION, [0, 0]) {
                 Err(error) => return pagemark_testing::skipped(&format!("the kernel has no keyrings: {error}")),
                 Ok(session) => session,
@@ -66,13 +76,15 @@ mod tests {
             assert_eq!(own_keys(session).unwrap(), 0);
             keyctl(LINK, [OF_USER, OF_SESSION]).unwrap();
             assert_eq!(own_keys(session).unwrap(), 0);
-            // SAFETY: the call reads two names that end with a zero and one byte; all outlive it.
-            let key = unsafe {
-                let (kind, name, content) = (c"user".as_ptr(), c"pagemark".as_ptr(), c"x".as_ptr());
-                libc::syscall(libc::SYS_add_key, kind, name, content, 1_usize, OF_SESSION)
-            };
-            assert!(key > 0);
-            assert_eq!(own_keys(session).unwrap(), 1);
+            for (name, expected) in [(c"invocation_id", 0), (c"pagemark", 1)] {
+                // SAFETY: the call reads two names that end with a zero and one byte; all outlive it.
+                let key = unsafe {
+                    let (kind, content) = (c"user".as_ptr(), c"x".as_ptr());
+                    libc::syscall(libc::SYS_add_key, kind, name.as_ptr(), content, 1_usize, OF_SESSION)
+                };
+                assert!(key > 0);
+                assert_eq!(own_keys(session).unwrap(), expected, "{name:?}");
+            }
         });
         thread.join().unwrap();
         assert!(own_keys(i32::MAX).is_err());

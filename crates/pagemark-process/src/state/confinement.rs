@@ -2,6 +2,7 @@
 //! dispatch of system calls to themselves, and keyrings. A checkpoint of such a program is refused,
 //! unless it is to be saved without.
 
+use std::collections::HashMap;
 use std::io;
 
 use pagemark_linux::confinement::{self, Confinement, Keyring};
@@ -118,47 +119,62 @@ struct Found {
 }
 
 fn find(pids: &[i32]) -> Vec<Found> {
-    let is_free = |confinement: &Confinement| *confinement == Confinement::default();
     let mut all = Vec::new();
-    let mut own_session = None;
+    let mut sessions = Sessions::default();
     for &pid in pids {
         // Where the kernel does not show it, nothing is found.
         let Ok(threads) = confinement::of_process(pid) else { return Vec::new() };
-        if threads.iter().all(is_free) {
+        let kinds = |sessions: &mut Sessions, found: &Confinement| lost(found, pid, sessions);
+        if threads.iter().all(|found| kinds(&mut sessions, found).is_empty()) {
             continue;
         }
         for thread in proc::threads(pid).unwrap_or_default() {
             let Ok(Some(found)) = confinement::of_thread(thread) else { continue };
-            let mut add = |kind, keys| all.push(Found { pid, thread, kind, keys });
-            if found.has_landlock {
-                add(Kind::Landlock, 0);
-            }
-            if found.dispatches_calls {
-                add(Kind::SyscallUserDispatch, 0);
-            }
-            let held = |keyring: Option<Keyring>| keyring.map_or(0, |keyring| keyring.held);
-            for (keyring, kind) in
-                [(found.thread_keyring, Kind::ThreadKeyring), (found.process_keyring, Kind::ProcessKeyring)]
-            {
-                match held(keyring) {
-                    0 => {}
-                    keys => add(kind, keys),
-                }
-            }
-            let own_session = own_session.get_or_insert_with(session_of_this_command);
-            match found.session_keyring {
-                None => {}
-                Some(keyring) if Some(keyring.serial) == *own_session => {}
-                Some(Keyring { held: 0, .. }) => add(Kind::EmptySession, 0),
-                // What its user may not read counts whole.
-                Some(keyring) => match own_keys(pid, keyring.serial).unwrap_or(keyring.held) {
-                    0 => {}
-                    keys => add(Kind::SessionKeyring, keys),
-                },
-            }
+            let kinds = kinds(&mut sessions, &found).into_iter();
+            all.extend(kinds.map(|(kind, keys)| Found { pid, thread, kind, keys }));
         }
     }
     all
+}
+
+/// What a thread of a process loses, and how many keys.
+fn lost(found: &Confinement, pid: i32, sessions: &mut Sessions) -> Vec<(Kind, u64)> {
+    let held = |keyring: Option<Keyring>| keyring.map_or(0, |keyring| keyring.held);
+    let kinds = [
+        (found.has_landlock, Kind::Landlock, 0),
+        (found.dispatches_calls, Kind::SyscallUserDispatch, 0),
+        (held(found.thread_keyring) > 0, Kind::ThreadKeyring, held(found.thread_keyring)),
+        (held(found.process_keyring) > 0, Kind::ProcessKeyring, held(found.process_keyring)),
+    ];
+    let mut lost: Vec<(Kind, u64)> =
+        kinds.into_iter().filter(|(is_lost, ..)| *is_lost).map(|(_, kind, keys)| (kind, keys)).collect();
+    lost.extend(found.session_keyring.and_then(|keyring| sessions.lost(keyring, pid)));
+    lost
+}
+
+/// The keyrings of sessions that were found, and what is lost with each. The threads of a program
+/// mostly have one, so that each is read once.
+#[derive(Default)]
+struct Sessions {
+    /// The keyring of the session of this command, once it was asked for.
+    own: Option<Option<i32>>,
+    known: HashMap<i32, Option<(Kind, u64)>>,
+}
+
+impl Sessions {
+    fn lost(&mut self, keyring: Keyring, pid: i32) -> Option<(Kind, u64)> {
+        if *self.own.get_or_insert_with(session_of_this_command) == Some(keyring.serial) {
+            return None;
+        }
+        *self.known.entry(keyring.serial).or_insert_with(|| match keyring.held {
+            0 => Some((Kind::EmptySession, 0)),
+            // What its user may not read counts whole.
+            held => match own_keys(pid, keyring.serial).unwrap_or(held) {
+                0 => None,
+                keys => Some((Kind::SessionKeyring, keys)),
+            },
+        })
+    }
 }
 
 /// The keyring of the session of this command.
@@ -167,9 +183,13 @@ fn session_of_this_command() -> Option<i32> {
     own.session_keyring.map(|keyring| keyring.serial)
 }
 
-/// The keys of a keyring, as the user of a process may see them.
+/// How many keys of its own a keyring holds, as the user of a process may see them.
 fn own_keys(pid: i32, keyring: i32) -> io::Result<u64> {
-    Identity::of_process(pid)?.run(|| keyrings::own_keys(keyring).map(|count| count as u64))?
+    let user = Identity::of_process(pid)?;
+    let held = user.run(|| keyrings::held(keyring))??;
+    // What a service manager puts there is root's.
+    let left: Vec<i32> = held.into_iter().filter(|&key| !keyrings::is_of_each_session(key)).collect();
+    user.run(|| left.iter().filter(|&&key| !keyrings::is_of_each_session(key)).count() as u64)
 }
 
 #[cfg(test)]
