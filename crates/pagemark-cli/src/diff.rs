@@ -7,6 +7,7 @@ use clap::Args;
 use pagemark::repository::{Checkpoint, FileRecord, MappingRecord, SpaceKind, SpaceRecord};
 use pagemark::target::SpaceId;
 use pagemark::{ByteCount, ContentId, PAGE_SIZE, PageNumber, PageTree, Store};
+use pagemark_linux::room;
 use pagemark_report::escape::printable;
 use pagemark_report::text;
 use serde::Serialize;
@@ -63,7 +64,7 @@ struct SpaceDifference {
     #[serde(skip)]
     title: String,
     #[serde(skip)]
-    pages: Vec<(PageNumber, ContentId, ContentId)>,
+    roots: (ContentId, ContentId),
 }
 
 #[derive(Serialize)]
@@ -88,16 +89,19 @@ impl Diff {
         let repository = self.repository.open()?;
         let a = read_checkpoint(&repository, &self.a)?;
         let b = read_checkpoint(&repository, &self.b)?;
-        let difference = compare(&a, &b, self.hex).map_err(damaged)?;
+        let difference = compare(&a, &b).map_err(damaged)?;
         if self.json {
             return print_json(&difference);
         }
         print(&summary(&difference));
         if self.hex {
             for space in difference.processes.iter().chain(&difference.spaces) {
-                for &(page, old, new) in &space.pages {
-                    print(&hex(&b, page, old, new).map_err(damaged)?);
-                }
+                let (old, new) = space.roots;
+                let printed = PageTree::diff(&b, old, new, &mut |page, old, new| {
+                    print(&hex(&b, page, old, new)?);
+                    Ok(())
+                });
+                printed.map_err(damaged)?;
             }
         }
         Ok(ExitCode::SUCCESS)
@@ -138,15 +142,16 @@ fn damaged(error: pagemark::Error) -> Failure {
     Failure::new("cannot compare the checkpoints", error).help("`pagemark verify` lists what is damaged")
 }
 
-fn compare(a: &Checkpoint, b: &Checkpoint, keep_pages: bool) -> Result<Difference, pagemark::Error> {
+fn compare(a: &Checkpoint, b: &Checkpoint) -> Result<Difference, pagemark::Error> {
     let mut differences = Vec::new();
+    let mut rows = most_rows()?;
     for space in &b.manifest.spaces {
         let before = a.manifest.spaces.iter().find(|other| is_same(other, space));
-        differences.push(compare_space(b, before, Some(space), space, keep_pages)?);
+        differences.push(compare_space(b, before, Some(space), space, &mut rows)?);
     }
     for space in &a.manifest.spaces {
         if !b.manifest.spaces.iter().any(|other| is_same(other, space)) {
-            differences.push(compare_space(a, Some(space), None, space, keep_pages)?);
+            differences.push(compare_space(a, Some(space), None, space, &mut rows)?);
         }
     }
     let differing_pages = differences.iter().map(|difference| difference.differing_pages).sum();
@@ -166,22 +171,28 @@ fn is_same(a: &SpaceRecord, b: &SpaceRecord) -> bool {
     a.id == b.id && a.kind == b.kind
 }
 
-/// Compares a space, which one of `a` and `b` may lack. `known` is one that exists.
+/// The most rows of all tables: pages of a hostile repository that are in no mapping can be in any
+/// number of places.
+fn most_rows() -> Result<usize, pagemark::Error> {
+    room::most_values::<[MappingRecord; 2]>().map_err(pagemark::Error::system("asking for the memory"))
+}
+
+/// Compares a space, which one of `a` and `b` may lack. `known` is one that exists. `rows` is how
+/// many rows the tables may have, less those of this space afterwards.
 fn compare_space(
     store: &dyn Store,
     a: Option<&SpaceRecord>,
     b: Option<&SpaceRecord>,
     known: &SpaceRecord,
-    keep_pages: bool,
+    rows: &mut usize,
 ) -> Result<SpaceDifference, pagemark::Error> {
     let root = |space: Option<&SpaceRecord>| space.map_or(ContentId::ZERO, |space| space.root);
     let mappings = |space: Option<&SpaceRecord>| space.map_or(Vec::new(), |space| space.mappings.clone());
     let (in_a, in_b) = (mappings(a), mappings(b));
     let mut differing_pages = 0;
-    let mut pages = Vec::new();
     // By first address. Of two mappings at the same address, that of B counts.
     let mut by_mapping: BTreeMap<u64, (MappingRecord, u64)> = BTreeMap::new();
-    PageTree::diff(store, root(a), root(b), &mut |page, old, new| {
+    PageTree::diff(store, root(a), root(b), &mut |page, _, _| {
         differing_pages += 1;
         let address = page.address().get();
         let found = containing(&in_b, address).or_else(|| containing(&in_a, address));
@@ -195,11 +206,14 @@ fn compare_space(
             }
             _ => by_mapping.entry(mapping.start).or_insert((mapping, 0)).1 += 1,
         }
-        if keep_pages {
-            pages.push((page, old, new));
+        match by_mapping.len() <= *rows {
+            true => Ok(()),
+            false => {
+                Err(pagemark::Error::system(format!("listing where {} differs", space_title(known)))(room::none()))
+            }
         }
-        Ok(())
     })?;
+    *rows -= by_mapping.len();
     Ok(SpaceDifference {
         id: known.id,
         kind: known.kind.clone(),
@@ -221,7 +235,7 @@ fn compare_space(
                 differing_pages,
             })
             .collect(),
-        pages,
+        roots: (root(a), root(b)),
     })
 }
 
@@ -308,13 +322,18 @@ mod tests {
             MappingRecord { start: 0x1000, end: 0x2000, permissions: "rw-p".into(), ..unmapped(&disk.kind, 0) };
         let process = space(SpaceKind::Process { pid: 1 }, &[1, 2, 3], vec![mapped]);
         let rows = |space: &SpaceRecord| {
-            let difference = compare_space(&store, None, Some(space), space, false).unwrap();
+            let difference = compare_space(&store, None, Some(space), space, &mut 2).unwrap();
             let row = |found: MappingDifference| (found.start, found.end, found.name, found.differing_pages);
             difference.mappings.into_iter().map(row).collect::<Vec<_>>()
         };
         assert_eq!(rows(&disk), [(0x1000, 0x4000, String::new(), 3), (0x5000, 0x6000, String::new(), 1)]);
         let unmapped = (0x2000, 0x4000, "(not mapped)".to_owned(), 2);
         assert_eq!(rows(&process), [(0x1000, 0x2000, String::new(), 1), unmapped]);
+
+        for space in [disk, process] {
+            let error = compare_space(&store, None, Some(&space), &space, &mut 1).err().unwrap();
+            assert!(error.to_string().contains(&space_title(&space)), "{error}");
+        }
     }
 
     #[test]

@@ -412,7 +412,7 @@ fn header_of(checkpoint: &Checkpoint, tree: &PageTree, bytes: ByteCount, job: &s
 /// Copies what was saved into memory that holds zeros.
 fn load(checkpoint: &Checkpoint, tree: &PageTree, memory: &Memory, job: &str) -> Result<(), Error> {
     // Before they are listed: a small tree can name any number of pages.
-    if tree.range(PageNumber::new(memory.pages.into())..PageNumber::MAX).next().is_some() {
+    if !tree.is_before(PageNumber::new(memory.pages.into())) {
         return Err(Error::damaged("do not fit the length of the heap"));
     }
     let (pages, ids): (Vec<_>, Vec<_>) = tree.range(PageNumber::MIN..PageNumber::new(memory.pages.into())).unzip();

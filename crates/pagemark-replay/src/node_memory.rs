@@ -125,7 +125,7 @@ impl NodeMemory {
         let kind = Kind { bytes, label: &space.label, is_lazy: is_lazy && self.is_in_memory };
         for (root, file) in self.files(&kind).map_err(failed)? {
             // Without an error, its checkpoint is of this repository, and was not pruned.
-            let Ok(changed) = differing(root, space.root, store) else { continue };
+            let Ok(changed) = differing(root, space.root, bytes, store) else { continue };
             if changed.len() as u64 <= space.pages / BASE_SHARE {
                 // It is in use: the file is one of the last to be removed.
                 let used = File::options().append(true).open(&file);
@@ -241,7 +241,8 @@ impl Base {
         }
         // Otherwise the others are holes because no machine has used them.
         if !self.is_lazy {
-            tree.iter().for_each(|(page, _)| checked.insert(page.addresses()));
+            let pages = PageNumber::MIN..end.page_aligned_up().page();
+            tree.range(pages).for_each(|(page, _)| checked.insert(page.addresses()));
         }
         let mut content = vec![0; CHECKED_BYTES];
         for range in checked.iter() {
@@ -296,10 +297,9 @@ impl Kind<'_> {
 /// The tree of a block, whose pages lie in it.
 pub(crate) fn tree_of(space: &SpaceRecord, bytes: ByteCount, store: &dyn Store) -> Result<PageTree> {
     let tree = PageTree::load(space.root, store)?;
-    // A small tree can name any number of pages: they are not counted off.
-    match tree.count(PageNumber::new(bytes.pages_rounded_up())..PageNumber::MAX) {
-        0 => Ok(tree),
-        _ => Err(Error::damaged(format!("the memory block {} has pages behind its end", space.label))),
+    match tree.is_before(PageNumber::new(bytes.pages_rounded_up())) {
+        true => Ok(tree),
+        false => Err(Error::damaged(format!("the memory block {} has pages behind its end", space.label))),
     }
 }
 
@@ -309,14 +309,25 @@ const LAZY: &str = ".lazy";
 /// The end of the name of a file that is being written.
 const PARTIAL: &str = ".partial";
 
-/// The pages that a later tree has otherwise, with their content there.
-fn differing(from: ContentId, to: ContentId, store: &dyn Store) -> Result<Vec<(PageNumber, ContentId)>> {
-    let mut changed = Vec::new();
+/// The pages that a later tree of a block has otherwise, with their content there.
+fn differing(
+    from: ContentId,
+    to: ContentId,
+    bytes: ByteCount,
+    store: &dyn Store,
+) -> Result<Vec<(PageNumber, ContentId)>> {
+    let (mut changed, mut is_longer) = (Vec::new(), false);
     PageTree::diff(store, from, to, &mut |page, _, id| {
-        changed.push((page, id));
+        match page.get() < bytes.pages_rounded_up() {
+            true => changed.push((page, id)),
+            false => is_longer = true,
+        }
         Ok(())
     })?;
-    Ok(changed)
+    match is_longer {
+        true => Err(Error::damaged(format!("the memory block with the tree {to} has pages behind its end"))),
+        false => Ok(changed),
+    }
 }
 
 /// True for the name of a file of any base: a length, a block, and a root.
@@ -383,6 +394,28 @@ mod tests {
         let block = block(&mut other, 1);
         assert_eq!(base(&block, &other).changed.len(), 0);
         assert!(memory.base(&block, ByteCount::new(4096), &other, false).unwrap().is_none(), "short");
+    }
+
+    /// Trees of a few nodes that name more pages than there is memory for their numbers.
+    #[test]
+    fn pages_behind_the_end_of_a_block_are_refused_before_they_are_listed() {
+        let directory = tempfile::tempdir().unwrap();
+        let memory = NodeMemory::open(directory.path()).unwrap();
+        let mut store = MemoryStore::new();
+        let good = block(&mut store, 0);
+        memory.base(&good, BYTES, &store, false).unwrap();
+        let mut trees = vec![store.put(pagemark::Kind::Page, &[3; PAGE_SIZE]).unwrap()];
+        for level in 0..16 {
+            let children = std::iter::repeat_n(trees[level].0, 16).flatten();
+            let node: Vec<u8> = [level as u8, 0xff, 0xff].into_iter().chain(children).collect();
+            trees.push(store.put(pagemark::Kind::Node, &node).unwrap());
+        }
+        // Three levels name 4096 pages.
+        for root in [trees[3], trees[16]] {
+            let hostile = SpaceRecord { root, pages: u64::MAX, ..good.clone() };
+            let error = memory.base(&hostile, BYTES, &store, false).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Damaged, "{error}");
+        }
     }
 
     #[test]

@@ -548,12 +548,15 @@ fn visit_differing_pages(
     let failed = || Error::system("compare the memory of QEMU");
     let memory = proc::open_memory(pid).map_err(failed())?;
     let start = block.range.start;
-    let tree = PageTree::load(space.root, checkpoint)?;
+    let tree = tree_of(space, block.bytes(), checkpoint)?;
     let addresses = |page: PageNumber| (start.page() + page.get()).addresses();
     let mut compared = RangeSet::new();
     match origin.and_then(|origin| origin.demanded) {
         Some(root) => PageTree::diff(checkpoint, root, space.root, &mut |page, _, _| {
-            compared.insert(addresses(page));
+            // The other tree may have pages behind the end.
+            if page.get() < block.bytes().pages_rounded_up() {
+                compared.insert(addresses(page));
+            }
             Ok(())
         })?,
         // The others of the checkpoint are zeros, as are those that QEMU has not touched, and its base does not hold.

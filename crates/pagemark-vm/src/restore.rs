@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::SigSet;
 use pagemark::repository::{Checkpoint, Manifest, SpaceKind, SpaceRecord, StateRecord, TargetKind};
 use pagemark::restore::Prepared;
-use pagemark::{AddressRangeExt, ByteCount, PageNumber, PageTree, RangeSet, Store};
+use pagemark::{AddressRangeExt, ByteCount, ContentId, PageNumber, PageTree, RangeSet, Store};
 use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark_linux::proc::{self, Mapping, maps};
 
@@ -271,7 +271,8 @@ impl<'a> Restore<'a> {
 
     fn lazy_blocks(&self, pairs: &[(&SpaceRecord, &RamBlock)]) -> Result<Vec<LazyBlock>> {
         let block = |(space, block): &(&SpaceRecord, &RamBlock)| {
-            Ok(LazyBlock { range: block.range.clone(), tree: PageTree::load(space.root, self.store)? })
+            let tree = tree_within(space.root, block.bytes(), &format!("the memory block {}", block.id), self.store)?;
+            Ok(LazyBlock { range: block.range.clone(), tree })
         };
         pairs.iter().map(block).collect()
     }
@@ -289,8 +290,7 @@ impl<'a> Restore<'a> {
         let write = |page: PageNumber, content: &[u8]| memory.write_all_at(content, page.address().get());
         let (mut targets, mut ids) = (Vec::new(), Vec::new());
         for (space, block) in pairs {
-            let tree = PageTree::load(space.root, self.store)?;
-            let pages = block.bytes().pages_rounded_down();
+            let tree = tree_within(space.root, block.bytes(), &format!("the memory block {}", block.id), self.store)?;
             let first = block.range.start.page();
             // QEMU itself has written some pages, such as those of its firmware, that held zeros later.
             let filter = Filter { any: PRESENT | SWAPPED, ..Filter::default() };
@@ -300,9 +300,6 @@ impl<'a> Restore<'a> {
             written.extend(&content_of_file(pid, block)?);
             let mut held = RangeSet::new();
             for (page, id) in tree.iter() {
-                if page.get() >= pages {
-                    return Err(Error::damaged(format!("the memory block {} has pages behind its end", block.id)));
-                }
                 let target = first + page.get();
                 held.insert(target.addresses());
                 if fill == Fill::Whole || written.contains(target.address()) {
@@ -407,6 +404,41 @@ pub fn load_devices(machine: &mut Machine, devices: Vec<u8>) -> Result<()> {
     Ok(())
 }
 
+/// The tree of a memory block or disk, whose pages lie in it. A small tree can name any number of
+/// pages: they are not listed before.
+fn tree_within(root: ContentId, bytes: ByteCount, name: &str, store: &dyn Store) -> Result<PageTree> {
+    let tree = PageTree::load(root, store)?;
+    match tree.is_before(PageNumber::new(bytes.pages_rounded_up())) {
+        true => Ok(tree),
+        false => Err(Error::damaged(format!("{name} has pages behind its end"))),
+    }
+}
+
 fn write_failed(pid: i32) -> impl FnOnce(io::Error) -> Error {
     move |error| Error::of(ErrorKind::System, "write the memory of", Object::Process(pid), error)
+}
+
+#[cfg(test)]
+mod tests {
+    use pagemark::{Kind, MemoryStore, PAGE_SIZE};
+
+    use super::*;
+
+    #[test]
+    fn pages_behind_the_end_of_a_block_are_refused_before_they_are_listed() {
+        let mut store = MemoryStore::new();
+        let mut trees = vec![store.put(Kind::Page, &[1; PAGE_SIZE]).unwrap()];
+        for level in 0..16 {
+            let children = std::iter::repeat_n(trees[level].0, 16).flatten();
+            let node: Vec<u8> = [level as u8, 0xff, 0xff].into_iter().chain(children).collect();
+            trees.push(store.put(Kind::Node, &node).unwrap());
+        }
+        let of = |root, bytes| tree_within(root, ByteCount::new(bytes), "the disk a", &store);
+        assert_eq!(of(trees[1], 15 * 4096 + 1).unwrap().page_count(), 16);
+        for (root, bytes) in [(trees[1], 15 * 4096), (trees[16], u64::MAX), (trees[16], 0)] {
+            let error = of(root, bytes).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Damaged);
+            assert!(error.to_string().contains("the disk a"), "{error}");
+        }
+    }
 }

@@ -291,6 +291,12 @@ impl PageTree {
         }
     }
 
+    /// True if all pages are before `end`. Costs O(levels), however many they are: a small tree
+    /// that was loaded can name any number of pages.
+    pub fn is_before(&self, end: PageNumber) -> bool {
+        self.walk(end.get(), u64::MAX).next().is_none()
+    }
+
     /// How many pages are named.
     pub fn page_count(&self) -> u64 {
         self.root.as_ref().map_or(0, |root| root.pages)
@@ -417,8 +423,23 @@ impl PageTree {
     /// its content in `a` and in `b`. Shared subtrees are not read.
     ///
     /// # Errors
-    /// Those of [`PageTree::load`], and the errors of `visit`.
+    /// Those of [`PageTree::load`], and the errors of `visit`. `ErrorKind::NoMemory` if more pages
+    /// differ than this machine can list in an eighth of its memory: a small tree can name any
+    /// number of pages. `visit` may have been called before.
     pub fn diff(
+        store: &dyn Store,
+        a: ContentId,
+        b: ContentId,
+        visit: &mut dyn FnMut(PageNumber, ContentId, ContentId) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        type Differing = (PageNumber, ContentId, ContentId);
+        let most = room::most_values::<Differing>().map_err(Error::system("asking for the memory"))?;
+        PageTree::diff_up_to(most as u64, store, a, b, visit)
+    }
+
+    /// Like [`PageTree::diff`], if no more than `most` pages differ.
+    fn diff_up_to(
+        most: u64,
         store: &dyn Store,
         a: ContentId,
         b: ContentId,
@@ -431,9 +452,28 @@ impl PageTree {
             true => Ok(0),
             false => NodeRecord::get_root(id, store).map(|record| record.level),
         };
-        let (a, b) = (Subtree { id: a, level: level_of(a)? }, Subtree { id: b, level: level_of(b)? });
-        diff_subtrees(store, a.level.max(b.level), 0, a, b, visit)
+        let roots = (Subtree { id: a, level: level_of(a)? }, Subtree { id: b, level: level_of(b)? });
+        let level = roots.0.level.max(roots.1.level);
+        // So that trees of few nodes that name many pages are refused at once, not after many pages.
+        let mut leaves = LeafCount { store, most, known: HashMap::new() };
+        if leaves.of_root(level, roots)?.is_none() {
+            return Err(too_many_of(a, b, store)?);
+        }
+        let mut count = 0;
+        diff_subtrees(store, level, 0, roots, &mut |page, old, new| {
+            count += 1;
+            if count > most {
+                return Err(too_many_of(a, b, store)?);
+            }
+            visit(page, old, new)
+        })
     }
+}
+
+/// The error for two trees that differ in too many pages: it names the one with more pages.
+fn too_many_of(a: ContentId, b: ContentId, store: &dyn Store) -> Result<Error, Error> {
+    let pages = |root| PageTree::load(root, store).map(|tree| tree.page_count());
+    Ok(Error::too_many_pages(if pages(a)? > pages(b)? { a } else { b }))
 }
 
 /// Iterates over the pages of a tree.
@@ -577,7 +617,7 @@ impl NodeRecord {
 }
 
 /// A subtree to compare. The id of a missing subtree is zero.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Subtree {
     id: ContentId,
     level: u8,
@@ -600,23 +640,69 @@ impl Subtree {
     }
 }
 
+/// The children that differ of two subtrees, with their indexes.
+fn differing_children(
+    store: &dyn Store,
+    level: u8,
+    (a, b): (Subtree, Subtree),
+) -> Result<impl Iterator<Item = (usize, (Subtree, Subtree))>, Error> {
+    let pairs = a.children(level, store)?.into_iter().zip(b.children(level, store)?);
+    Ok(pairs.enumerate().filter(|(_, (a, b))| a.id != b.id))
+}
+
 fn diff_subtrees(
     store: &dyn Store,
     level: u8,
     base: u64,
-    a: Subtree,
-    b: Subtree,
+    pair: (Subtree, Subtree),
     visit: &mut dyn FnMut(PageNumber, ContentId, ContentId) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let (a, b) = (a.children(level, store)?, b.children(level, store)?);
-    for (child, (a, b)) in a.into_iter().zip(b).enumerate().filter(|(_, (a, b))| a.id != b.id) {
+    for (child, pair) in differing_children(store, level, pair)? {
         let (first, _) = span(base, level, child);
         match level {
-            0 => visit(PageNumber::new(first), a.id, b.id)?,
-            _ => diff_subtrees(store, level - 1, first, a, b, visit)?,
+            0 => visit(PageNumber::new(first), pair.0.id, pair.1.id)?,
+            _ => diff_subtrees(store, level - 1, first, pair, visit)?,
         }
     }
     Ok(())
+}
+
+/// Counts the leaves in which two trees differ, each of which names a page that differs. Each pair
+/// of subtrees is compared once, however often the trees name it; leaves are not read.
+struct LeafCount<'a> {
+    store: &'a dyn Store,
+    most: u64,
+    /// The pairs that were compared, with the number of leaves of each.
+    known: HashMap<(Subtree, Subtree), u64>,
+}
+
+impl LeafCount<'_> {
+    /// None for more than `most`.
+    fn of_root(&mut self, level: u8, roots: (Subtree, Subtree)) -> Result<Option<u64>, Error> {
+        // So many pages are below a root of this level.
+        match 16u64.checked_pow(u32::from(level) + 1).is_some_and(|pages| pages <= self.most) {
+            true => Ok(Some(0)),
+            false => self.of(level, roots),
+        }
+    }
+
+    fn of(&mut self, level: u8, pair: (Subtree, Subtree)) -> Result<Option<u64>, Error> {
+        if level == 0 {
+            return Ok(Some(1));
+        }
+        if let Some(count) = self.known.get(&pair) {
+            return Ok(Some(*count));
+        }
+        let mut count: u64 = 0;
+        for (_, pair) in differing_children(self.store, level, pair)? {
+            match self.of(level - 1, pair)? {
+                Some(more) if count.saturating_add(more) <= self.most => count += more,
+                _ => return Ok(None),
+            }
+        }
+        self.known.insert(pair, count);
+        Ok((self.known.len() as u64 <= self.most).then_some(count))
+    }
 }
 
 /// The level of the root of the lowest tree that covers `page`.
@@ -703,6 +789,7 @@ mod tests {
             let expected: Vec<_> = model.range(range.clone()).map(|(&page, &id)| (page, id)).collect();
             prop_assert_eq!(tree.range(range.clone()).collect::<Vec<_>>(), expected.clone());
             prop_assert_eq!(tree.count(range.clone()), expected.len() as u64);
+            prop_assert_eq!(tree.is_before(a), model.keys().all(|&page| page < a));
 
             let root = tree.save(&mut store).unwrap();
             prop_assert_eq!(build(&model).save(&mut store).unwrap(), root, "equal content, another root");
@@ -815,6 +902,57 @@ mod tests {
         let all = PageNumber::MIN..PageNumber::MAX;
         assert_eq!(PageTree::load(child, &store).unwrap().count(all.clone()), u64::MAX);
         assert_eq!(PageTree::read_pages(child, &[all], &store).unwrap_err().kind(), ErrorKind::NoMemory);
+    }
+
+    #[test]
+    fn small_trees_that_name_themselves_very_often_are_compared_where_few_pages_differ() {
+        let mut store = MemoryStore::new();
+        let mut bombs = [id(1), id(2)];
+        for level in 0..=MAX_LEVEL {
+            bombs = bombs.map(|child| NodeRecord { level, children: [child; FAN_OUT] }.put(&mut store).unwrap());
+        }
+        let [a, b] = bombs;
+        for (from, to, named) in [(ContentId::ZERO, a, a), (a, ContentId::ZERO, a), (a, b, b)] {
+            let compared = PageTree::diff(&store, from, to, &mut |page, _, _| panic!("{page} of very many"));
+            let error = compared.unwrap_err();
+            assert_eq!((error.kind(), error.object()), (ErrorKind::NoMemory, &Object::Content(named)));
+        }
+
+        let mut tree = PageTree::load(a, &store).unwrap();
+        let changed: Vec<PageNumber> = [0, 17, 1 << 40, u64::MAX].map(PageNumber::new).into();
+        changed.iter().for_each(|&page| tree.set(page, id(2)));
+        let (root, mut found) = (tree.save(&mut store).unwrap(), Vec::new());
+        let mut compare = |most| {
+            found.clear();
+            PageTree::diff_up_to(most, &store, a, root, &mut |page, _, _| {
+                found.push(page);
+                Ok(())
+            })
+        };
+        assert_eq!(compare(3).unwrap_err().kind(), ErrorKind::NoMemory);
+        compare(100).unwrap();
+        assert_eq!(found, changed);
+    }
+
+    /// Leaves are counted before they are read, and pages as they are found.
+    #[test]
+    fn no_more_pages_are_compared_than_were_asked_for() {
+        let mut store = MemoryStore::new();
+        let mut tree = PageTree::new();
+        (0..1000).for_each(|page| tree.set(PageNumber::new(page), id(1)));
+        let root = tree.save(&mut store).unwrap();
+        for most in [0, 1, 62, 63, 999, 1000, 4096] {
+            let mut count = 0;
+            let compared = PageTree::diff_up_to(most, &store, ContentId::ZERO, root, &mut |_, _, _| {
+                count += 1;
+                Ok(())
+            });
+            assert!(count <= most);
+            assert_eq!(
+                compared.map_err(|error| error.kind()),
+                if most < 1000 { Err(ErrorKind::NoMemory) } else { Ok(()) }
+            );
+        }
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::repository::SpaceRecord;
-use pagemark::{ByteCount, ContentId, PageNumber, PageTree};
+use pagemark::{ByteCount, ContentId, PageNumber};
 use pagemark_linux::proc::maps;
 
 use crate::checkpoint::map_file::map_privately;
@@ -28,7 +28,7 @@ use crate::qemu::user_files;
 use crate::restore::fork_arguments::{ForkArguments, Replacement};
 use crate::restore::images::{NewImage, SavedDisk, copy_pages};
 use crate::restore::in_use::{refuse_if_served, refuse_if_written};
-use crate::restore::{Fill, Progress, Restore, load_devices, pair};
+use crate::restore::{Fill, Progress, Restore, load_devices, pair, tree_within};
 
 /// The name of the files in memory that the machines share.
 const FORK_FILE: &CStr = c"pagemark-fork";
@@ -129,11 +129,8 @@ impl Restore<'_> {
         let file = memfd_create(FORK_FILE, flags).map_err(|error| failed(error.into()))?;
         let file = File::from(file);
         file.set_len(ByteCount::of_pages(bytes.pages_rounded_up()).get()).map_err(failed)?;
-        let tree = PageTree::load(space.root, self.store())?;
+        let tree = tree_within(space.root, bytes, &format!("the memory block {}", space.label), self.store())?;
         let (targets, ids): (Vec<PageNumber>, Vec<ContentId>) = tree.iter().unzip();
-        if targets.last().is_some_and(|last| last.get() >= bytes.pages_rounded_up()) {
-            return Err(Error::damaged(format!("the memory block {} has pages behind its end", space.label)));
-        }
         let write = |page: PageNumber, content: &[u8]| file.write_all_at(content, page.address().get());
         copy_pages(self.store(), &ids, &targets, &write)?.map_err(failed)?;
         // So that a checkpoint of a forked machine can rely on what the machine has not written to.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use nix::sys::signal::SigSet;
 use pagemark::store::Piece;
-use pagemark::{ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, PageTree, Store};
+use pagemark::{ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, Store};
 use serde_json::{Value, json};
 
 use crate::checkpoint::disks::Connections;
@@ -29,6 +29,7 @@ use crate::qemu::machine::{Machine, Startup};
 use crate::qemu::new_qemu::{NewQemu, Streams};
 use crate::qemu::owner::Owner;
 use crate::qemu::user_files::{self, MadeFile, UserDirectory};
+use crate::restore::tree_within;
 
 /// How long QEMU may take to make an empty image.
 const CREATE_POLL: Duration = Duration::from_millis(1);
@@ -237,11 +238,9 @@ impl WriteImage<'_> {
     pub(crate) fn fill(&self, image: &NewImage, file: &File) -> Result<()> {
         let path = image.path.as_path();
         let failed = |error| Error::of(ErrorKind::Disk, "write", Object::Image(path.to_owned()), error);
-        let tree = PageTree::load(self.disk.root, self.store)?;
+        let name = format!("the disk {}", self.disk.image.label);
+        let tree = tree_within(self.disk.root, self.disk.bytes, &name, self.store)?;
         let (targets, ids): (Vec<PageNumber>, Vec<ContentId>) = tree.iter().unzip();
-        if targets.last().is_some_and(|last| last.get() >= self.disk.bytes.pages_rounded_up()) {
-            return Err(Error::damaged(format!("the disk {} has pages behind its end", self.disk.image.label)));
-        }
         let copy = |write: &(dyn Fn(u64, &[u8]) -> io::Result<()> + Sync)| {
             let write = |page: PageNumber, content: &[u8]| {
                 let offset = page.address().get();

@@ -205,9 +205,10 @@ fn find<'checkpoint>(
 
 fn load_tree(record: &SpaceRecord, bytes: usize, store: &dyn Store) -> Result<PageTree, Error> {
     let tree = PageTree::load(record.root, store)?;
-    let beyond = PageNumber::from(bytes / PAGE_SIZE)..PageNumber::MAX;
-    let is_longer = tree.range(beyond).next().is_some();
-    if is_longer { Err(damaged(record)) } else { Ok(tree) }
+    match tree.is_before(PageNumber::from(bytes / PAGE_SIZE)) {
+        true => Ok(tree),
+        false => Err(damaged(record)),
+    }
 }
 
 fn damaged(record: &SpaceRecord) -> Error {
