@@ -254,10 +254,18 @@ impl State {
             let members: Vec<i32> = self.members.iter().copied().collect();
             let users = Users::of_tree(self.root.unwrap_or(0), &members);
             let found = users.map_or(0, |users| self.written.search(self.complete_ns, &users));
-            self.notices.push(format!(
+            let notice = format!(
                 "more files changed at once than the kernel reports (fs.fanotify.max_queued_events); {found} more files that \
                  changed in the directories where the program writes now belong to its checkpoints"
-            ));
+            );
+            // On a busy machine this happens before each checkpoint.
+            let is_new = !self.told.contains(&notice);
+            if is_new {
+                self.told.push(notice.clone());
+            }
+            if is_new || found > 0 {
+                self.notices.push(notice);
+            }
         }
         self.complete_ns = now_ns - TICK_NS;
         Ok(())
@@ -486,14 +494,23 @@ mod tests {
         // Held, the thread reads nothing, and the queue of the kernel becomes full.
         let limit = proc::system::setting("fs/fanotify/max_queued_events");
         let limit: u32 = limit.and_then(|text| text.parse().ok()).unwrap_or(16384);
-        {
+        let overflow = |shell: &mut Shell| {
             let _held = lock(&watch.state);
             shell.carry_out(&format!("i=0; while [ $i -le {limit} ]; do i=$((i+1)); : > f$i; done; echo last > last"));
-        }
+        };
+        overflow(&mut shell);
         let (files, _) = shell.listed(&watch);
         assert!(files.contains(&"first".to_owned()) && files.contains(&"last".to_owned()), "{} files", files.len());
         assert!(files.len() > limit as usize, "{} files", files.len());
         let notices = watch.take_notices();
         assert!(notices.iter().any(|notice| notice.contains("max_queued_events")), "{notices:?}");
+        // That nothing was missed is reported once.
+        for expected in [1, 0] {
+            overflow(&mut shell);
+            shell.listed(&watch);
+            let notices = watch.take_notices();
+            let count = notices.iter().filter(|notice| notice.contains("; 0 more files")).count();
+            assert_eq!((count, notices.len()), (expected, expected), "{notices:?}");
+        }
     }
 }
