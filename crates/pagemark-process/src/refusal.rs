@@ -25,7 +25,7 @@ enum Help {
 }
 
 /// Words of CRIU's reasons, and what helps then. The first that helps is taken.
-const KNOWN: [(&str, Help); 14] = [
+const KNOWN: [(&str, Help); 13] = [
     ("nested pid namespace", Fixed("a process of the tree has made a container: run pagemark inside that")),
     (
         "outside of its pid namespace",
@@ -53,7 +53,6 @@ const KNOWN: [(&str, Help); 14] = [
     ),
     // CRIU does not find a socket, or its peer, among those of the network namespace.
     ("Unix socket ", OfTree(socket_outside)),
-    ("(anon_inode:", OfTree(unknown_descriptor)),
     ("SysVIPC", OfTree(segment_not_saved)),
     (
         "create link remap",
@@ -120,18 +119,6 @@ fn socket_outside(root_pid: i32, _: &str) -> Option<String> {
     ))
 }
 
-fn unknown_descriptor(root_pid: i32, reason: &str) -> Option<String> {
-    let kind = anonymous_kind(reason)?;
-    let what = match kind {
-        "io_uring" => {
-            "CRIU cannot save what a program has submitted to io_uring: have the program do without, as MariaDB does with \
-             --innodb-use-native-aio=0 and libuv with the environment variable UV_USE_IO_URING=0"
-        }
-        _ => "CRIU cannot save descriptors of this kind: have the program close them, or do without",
-    };
-    Some(format!("{what}{}", listed("; it has ", &descriptors_of(root_pid, kind))))
-}
-
 fn segment_not_saved(root_pid: i32, _: &str) -> Option<String> {
     Some(format!(
         "System V shared memory in huge pages, or where Pagemark cannot answer the system calls of CRIU, can be saved \
@@ -184,28 +171,6 @@ fn listed(introduction: &str, names: &[String]) -> String {
     if names.is_empty() { String::new() } else { format!("{introduction}{}", names.join(", ")) }
 }
 
-/// The kind of an open file that is none of a file system, as in `(anon_inode:[io_uring])`, if CRIU
-/// has refused one.
-fn anonymous_kind(reason: &str) -> Option<&str> {
-    let (_, rest) = reason.split_once("(anon_inode:")?;
-    let (kind, _) = rest.split_once(')')?;
-    Some(kind.trim_start_matches('[').trim_end_matches(']'))
-}
-
-/// Describes the descriptors of a kind that the tree has open.
-fn descriptors_of(root_pid: i32, kind: &str) -> Vec<String> {
-    let mut found = Vec::new();
-    for member in tree::members(root_pid).unwrap_or_default() {
-        let open = proc::descriptors(member.process.pid).unwrap_or_default();
-        let open = open.iter().filter(|descriptor| {
-            let name = String::from_utf8_lossy(&descriptor.link);
-            name.strip_prefix("anon_inode:").is_some_and(|name| name.trim_matches(['[', ']']) == kind)
-        });
-        found.extend(open.map(|descriptor| (descriptor.number, member.process.pid)));
-    }
-    described(found)
-}
-
 /// Describes descriptors, each with its process, those of the lowest numbers first.
 fn described(mut descriptors: Vec<(i32, i32)>) -> Vec<String> {
     descriptors.sort_unstable();
@@ -256,22 +221,6 @@ mod tests {
         let hint = hint(pid, &failed("unix: Unix socket 4711 without peer 4712")).unwrap();
         let name = format!("descriptor {} of process {pid}", socket.as_raw_fd());
         assert!(hint.contains(&name), "{hint}");
-    }
-
-    #[test]
-    fn descriptors_of_a_kind_that_criu_refuses_are_named() {
-        // SAFETY: the call takes a size, and zeros of the structure are valid.
-        let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, [0_u64; 15].as_mut_ptr()) };
-        let pid = std::process::id() as i32;
-        let own = hint(pid, &failed("Unknown shit 600 (anon_inode:[io_uring]); Dumping FAILED")).unwrap();
-        assert!(own.contains("without, as MariaDB"), "{own}");
-        if ring >= 0 {
-            assert!(own.contains(&format!("descriptor {ring} of process {pid}")), "{own}");
-            // SAFETY: the descriptor is nobody else's.
-            unsafe { libc::close(ring as i32) };
-        }
-        let other = hint(pid, &failed("Unknown shit 600 (anon_inode:kvm-vm)")).unwrap();
-        assert!(other.starts_with("CRIU cannot save descriptors of this kind"), "{other}");
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 pub(crate) mod confinement;
 mod core_dump_filter;
+pub(crate) mod descriptors;
 mod scheduling;
 
 use confinement::Confined;

@@ -76,6 +76,8 @@ pub enum ErrorKind {
     NoRoom,
     /// The process turns its system calls into signals.
     Dispatch,
+    /// A process has something open, or mapped, that no checkpoint can have.
+    CannotSave,
     /// A thread confines itself, or has keys of its own, in a way that no restore gives back.
     Confined,
     /// The process may not create a userfaultfd.

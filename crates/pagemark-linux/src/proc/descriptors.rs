@@ -60,6 +60,44 @@ impl Descriptor {
     }
 }
 
+/// The name of the protocol of an open socket, as the kernel has it: `TCP`, `AF_VSOCK`. None if the
+/// descriptor is closed.
+///
+/// # Errors
+/// Tracing the process is not permitted.
+pub fn protocol(descriptor: &Descriptor) -> io::Result<Option<String>> {
+    const LONGEST: usize = 64;
+    let path = std::ffi::CString::new(descriptor.path().into_os_string().into_vec())?;
+    let name = c"system.sockprotoname";
+    let mut text = [0_u8; LONGEST];
+    // SAFETY: the call reads two names that end with a zero, and writes at most as many bytes as it is
+    // told, which `text` has; all outlive it.
+    let length = unsafe { libc::getxattr(path.as_ptr(), name.as_ptr(), text.as_mut_ptr().cast(), LONGEST) };
+    match usize::try_from(length) {
+        Ok(length) => {
+            let text = text[..length.min(LONGEST)].split(|&byte| byte == 0).next().unwrap_or_default();
+            Ok(Some(String::from_utf8_lossy(text).into_owned()))
+        }
+        Err(_) => match io::Error::last_os_error() {
+            error if super::is_gone(&error) => Ok(None),
+            error => Err(error),
+        },
+    }
+}
+
+/// The kernel's number of the kind of file system in which the open file is. None if the descriptor
+/// is closed.
+///
+/// # Errors
+/// Tracing the process is not permitted.
+pub fn file_system(descriptor: &Descriptor) -> io::Result<Option<i64>> {
+    match nix::sys::statfs::statfs(&descriptor.path()) {
+        Ok(found) => Ok(Some(found.filesystem_type().0)),
+        Err(error) if super::is_gone(&error.into()) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// True if one of the locks that `/proc/PID/fdinfo/NUMBER` lists is a lease.
 pub fn lease_in(info: &Fields) -> bool {
     info.all("lock").any(|lock| lock.split_ascii_whitespace().nth(1) == Some("LEASE"))
@@ -290,6 +328,9 @@ mod tests {
         let pid = std::process::id() as i32;
         let found = descriptors(pid).unwrap().into_iter().find(|found| found.number == socket.as_raw_fd()).unwrap();
         assert!(unix_socket_inodes(pid).unwrap().contains(&found.socket_inode().unwrap()));
+        assert!(protocol(&found).unwrap().unwrap().starts_with("UNIX"));
+        let closed = Descriptor { number: i32::MAX, ..found.clone() };
+        assert_eq!((protocol(&closed).unwrap(), file_system(&closed).unwrap()), (None, None));
         assert_eq!(found.flags().unwrap().unwrap() & libc::O_ACCMODE, libc::O_RDWR);
         assert!(descriptors(i32::MAX).is_err());
     }

@@ -59,7 +59,7 @@ use super::withhold::{WithheldMemory, Withholding};
 use super::{Criu, dump_arguments, errors_in_log, images, limits, outside_sockets};
 use crate::refusal::{EXECUTES, NEW_FILTER};
 use crate::spawn::outlive_requests_to_end;
-use crate::state::{State, confinement};
+use crate::state::{State, confinement, descriptors};
 
 /// CRIU's log in the images directory.
 const LOG: &str = "dump.log";
@@ -172,7 +172,8 @@ impl Dump {
     /// images hold secrets of the processes, so the directory should be its owner's alone.
     ///
     /// # Errors
-    /// [`ErrorKind::Gone`], [`ErrorKind::Confined`], or CRIU could not be started.
+    /// [`ErrorKind::Gone`], [`ErrorKind::CannotSave`], [`ErrorKind::Confined`], or CRIU could not
+    /// be started.
     pub fn start(criu: &Criu, pid: i32, directory: &Path, options: &DumpOptions) -> Result<Dump, Error> {
         Dump::start_without(criu, pid, directory, options, &HashSet::new())
     }
@@ -192,6 +193,7 @@ impl Dump {
         let tree = tree::members(pid).map_err(|_| Error::criu_gone(pid))?;
         let tree: Vec<i32> = tree.iter().map(|member| member.process.pid).collect();
         limits::check(pid, &tree)?;
+        descriptors::check(&tree)?;
         if !options.without_sandbox {
             confinement::check(&tree)?;
         }

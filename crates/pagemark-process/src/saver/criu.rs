@@ -28,7 +28,7 @@ use crate::criu::images::PageRun;
 use crate::criu::{self, Criu, Dump, DumpOptions, ProcessImage};
 use crate::refusal;
 use crate::restore::tcp_connections;
-use crate::state::confinement;
+use crate::state::{confinement, descriptors};
 
 /// The longest time without a call of `meanwhile`.
 const FREEZE_POLL: Duration = Duration::from_millis(16);
@@ -95,9 +95,11 @@ impl StateSaver for CriuSaver {
     fn check(&self, root: Process) -> Result<()> {
         attach::check_namespace(root.pid)?;
         attach::check_first_threads(root.pid)?;
+        let tree = tree::members(root.pid).map_err(|_| Error::gone(root.pid))?;
+        let tree: Vec<i32> = tree.iter().map(|member| member.process.pid).collect();
+        descriptors::check(&tree)?;
         if !self.options.without_sandbox {
-            let tree = tree::members(root.pid).map_err(|_| Error::gone(root.pid))?;
-            confinement::check(&tree.iter().map(|member| member.process.pid).collect::<Vec<_>>())?;
+            confinement::check(&tree)?;
         }
         let locked = container::locked_directory(root.pid)
             .map_err(Error::system("read the mounts of", Object::Process(root.pid)))?;
@@ -240,6 +242,11 @@ fn record_image(path: &Path, history: &mut BlobHistory, store: &mut dyn Store) -
 
 /// CRIU's error, with what to do about it where that is known.
 fn refused(root_pid: i32, source: Error) -> Error {
+    if source.kind() == ErrorKind::Criu
+        && let Some(named) = descriptors::named(root_pid, &source.reason())
+    {
+        return named;
+    }
     match refusal::hint(root_pid, &source) {
         Some(hint) => source.help(hint),
         None => source,
