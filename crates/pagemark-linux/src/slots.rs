@@ -260,6 +260,47 @@ mod models {
         });
     }
 
+    /// The table as a child made by `fork` has it: each word as it is in some order of what other
+    /// threads do. The caller fills and empties the table.
+    fn as_in_child(table: &Slots<Value, 1>) -> Slots<Value, 1> {
+        let copy = Slots::new();
+        let (from, to) = (&table.slots[0], &copy.slots[0]);
+        // SAFETY: entries are freed only by `empty`, which the caller does not call meanwhile.
+        let entry = unsafe { from.entry.load(Ordering::Acquire).as_ref() };
+        if let Some(Entry { range, value }) = entry {
+            let entry = Entry { range: range.clone(), value: Value::new(value.number()) };
+            to.entry.store(Box::into_raw(Box::new(entry)), Ordering::Relaxed);
+        }
+        to.start.store(from.start.load(Ordering::Relaxed), Ordering::Relaxed);
+        to.end.store(from.end.load(Ordering::Relaxed), Ordering::Relaxed);
+        to.readers.store(from.readers.load(Ordering::Relaxed), Ordering::Relaxed);
+        copy.used.store(table.used.load(Ordering::Relaxed), Ordering::Relaxed);
+        copy
+    }
+
+    #[test]
+    fn a_child_empties_what_threads_of_its_parent_were_looking_at() {
+        model(3, || {
+            let slots = Arc::new(Slots::<Value, 1>::new());
+            let index = slots.fill(offsets(0..10), Value::new(1)).unwrap();
+            let look_up = |slots: &Arc<Slots<Value, 1>>| {
+                let slots = slots.clone();
+                thread::spawn(move || slots.with(Address::new(5), Value::number))
+            };
+            let of_parent = look_up(&slots);
+            let child = Arc::new(as_in_child(&slots));
+            child.forget_readers();
+            // A thread that the child has started.
+            let of_child = look_up(&child);
+            child.empty(SlotIndex(0));
+            assert_eq!(child.with(Address::new(5), Value::number), None);
+            let found = of_child.join().unwrap();
+            assert!(matches!(found, None | Some(1)), "{found:?}");
+            assert_eq!(of_parent.join().unwrap(), Some(1));
+            slots.empty(index);
+        });
+    }
+
     #[test]
     fn what_is_there_is_found_whatever_comes_and_goes_beside_it() {
         model(3, || {
