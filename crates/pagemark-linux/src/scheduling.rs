@@ -154,6 +154,57 @@ pub fn set_processors(thread: i32, processors: &Processors) -> io::Result<()> {
     Errno::result(done).map(drop).map_err(Into::into)
 }
 
+/// What a thread has of its scheduler: `struct sched_attr`, as far as all kernels have it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Attributes {
+    bytes: u32,
+    policy: u32,
+    flags: u64,
+    nice: i32,
+    priority: u32,
+    runtime_ns: u64,
+    deadline_ns: u64,
+    period_ns: u64,
+}
+
+/// Policies under which a thread may ask for a slice: the usual one, and that of batch work.
+const FAIR_POLICIES: [u32; 2] = [libc::SCHED_OTHER as u32, libc::SCHED_BATCH as u32];
+
+fn attributes(thread: i32) -> io::Result<Attributes> {
+    let mut attributes = Attributes::default();
+    let bytes = size_of::<Attributes>();
+    // SAFETY: the kernel writes at most `bytes` bytes, which the structure has.
+    let done = unsafe { libc::syscall(libc::SYS_sched_getattr, thread, &raw mut attributes, bytes, 0) };
+    Errno::result(done)?;
+    Ok(attributes)
+}
+
+/// For how long a thread runs before another one may, nanoseconds: what it has asked for, or the
+/// kernel's own value. None if its policy has no slice, or before Linux 6.12.
+///
+/// # Errors
+/// `ESRCH`: there is no such thread.
+pub fn slice_ns(thread: i32) -> io::Result<Option<u64>> {
+    let found = attributes(thread)?;
+    Ok(Some(found.runtime_ns).filter(|&slice_ns| slice_ns != 0 && FAIR_POLICIES.contains(&found.policy)))
+}
+
+/// Has a thread ask for a slice, or with 0 for none; its policy and its niceness stay as they are.
+///
+/// # Errors
+/// `EINVAL`: its policy has none. `EPERM`, `ESRCH`.
+pub fn set_slice_ns(thread: i32, slice_ns: u64) -> io::Result<()> {
+    let before = attributes(thread)?;
+    if !FAIR_POLICIES.contains(&before.policy) {
+        return Err(Errno::EINVAL.into());
+    }
+    let wanted = Attributes { bytes: size_of::<Attributes>() as u32, runtime_ns: slice_ns, ..before };
+    // SAFETY: the kernel reads as many bytes as the structure says, which it has.
+    let done = unsafe { libc::syscall(libc::SYS_sched_setattr, thread, &raw const wanted, 0) };
+    Errno::result(done).map(drop).map_err(Into::into)
+}
+
 /// The priority of a thread's input and output: a class, and a level in it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct IoPriority(pub u16);

@@ -1,6 +1,6 @@
 //! What the schedulers know of threads beside their policies and priorities, which CRIU saves: the
-//! processors on which they may run, the priority of their input and output, and how late their
-//! timers may be.
+//! processors on which they may run, the priority of their input and output, their slices, and how
+//! late their timers may be.
 
 use std::io;
 
@@ -22,11 +22,16 @@ pub(super) struct Scheduling {
     io_priority: Option<IoPriority>,
     /// How late their timers may be. None where the kernel does not say.
     timer_slack_ns: Option<u64>,
+    /// For how long they run before others may. None where the kernel does not say, or it has
+    /// chosen that itself. Earlier versions noted none.
+    #[serde(default)]
+    slice_ns: Option<u64>,
 }
 
 /// Observes threads that are frozen.
 pub(super) fn observe(threads: &[i32], image_pid: fn(i32) -> RecordedPid) -> Vec<Scheduling> {
     let online = Processors::online().unwrap_or_default();
+    let usual_slice_ns = usual_slice_ns();
     let mut all: Vec<Scheduling> = Vec::new();
     for &thread in threads {
         // A thread that was killed meanwhile has none.
@@ -36,6 +41,7 @@ pub(super) fn observe(threads: &[i32], image_pid: fn(i32) -> RecordedPid) -> Vec
             processors: (!processors.contains(&online)).then(|| processors.to_string()),
             io_priority: IoPriority::of_thread(thread).unwrap_or_default(),
             timer_slack_ns: scheduling::timer_slack_ns(thread),
+            slice_ns: usual_slice_ns.and_then(|usual| scheduling::slice_ns(thread).ok()?.filter(|&own| own != usual)),
         };
         let index = all.iter().position(|known| known.has_same(&found)).unwrap_or(all.len());
         if index == all.len() {
@@ -48,7 +54,7 @@ pub(super) fn observe(threads: &[i32], image_pid: fn(i32) -> RecordedPid) -> Vec
 
 impl Scheduling {
     fn has_same(&self, other: &Scheduling) -> bool {
-        let values = |of: &Scheduling| (of.processors.clone(), of.io_priority, of.timer_slack_ns);
+        let values = |of: &Scheduling| (of.processors.clone(), of.io_priority, of.timer_slack_ns, of.slice_ns);
         values(self) == values(other)
     }
 
@@ -84,6 +90,9 @@ impl Scheduling {
         give(&|thread| give_io_priority(thread, self.io_priority), &format!("lost the I/O priority {described}"));
         if let Some(slack_ns) = self.timer_slack_ns {
             give(&|thread| give_timer_slack(thread, slack_ns), &format!("lost the timer slack {slack_ns} ns"));
+        }
+        if let Some(slice_ns) = self.slice_ns {
+            give(&|thread| give_slice(thread, slice_ns), &format!("lost the slice of {slice_ns} ns"));
         }
     }
 }
@@ -125,6 +134,27 @@ fn give_timer_slack(thread: i32, wanted_ns: u64) -> io::Result<()> {
     Ok(())
 }
 
+fn give_slice(thread: i32, wanted_ns: u64) -> io::Result<()> {
+    if scheduling::slice_ns(thread)? != Some(wanted_ns) {
+        scheduling::set_slice_ns(thread, wanted_ns)?;
+    }
+    match scheduling::slice_ns(thread)? {
+        Some(after) if after == wanted_ns => Ok(()),
+        Some(after) => Err(io::Error::other(format!("it is {after} ns"))),
+        None => Err(io::Error::other("this kernel has no slices before Linux 6.12")),
+    }
+}
+
+/// The slice of threads that have asked for none. None if that is not known.
+fn usual_slice_ns() -> Option<u64> {
+    // This command may have inherited one; the value ends with the thread.
+    let of_new_thread = || {
+        scheduling::set_slice_ns(0, 0).ok()?;
+        scheduling::slice_ns(0).ok()?
+    };
+    std::thread::Builder::new().spawn(of_new_thread).ok()?.join().ok()?
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
@@ -149,6 +179,11 @@ mod tests {
         if has_slack {
             scheduling::set_timer_slack_ns(thread, 123_456).unwrap();
         }
+        let usual_slice_ns = scheduling::slice_ns(thread).unwrap();
+        if usual_slice_ns.is_some() {
+            scheduling::set_slice_ns(thread, 7_000_000).unwrap();
+            assert_eq!(scheduling::slice_ns(thread).unwrap(), Some(7_000_000));
+        }
         let noted = observe(&[thread], RecordedPid::new);
         let text = serde_json::to_string(&noted).unwrap();
         let noted: Vec<Scheduling> = serde_json::from_str(&text).unwrap();
@@ -158,6 +193,10 @@ mod tests {
         IoPriority(0).give(thread).unwrap();
         if has_slack {
             scheduling::set_timer_slack_ns(thread, 50_000).unwrap();
+        }
+        if let Some(usual) = usual_slice_ns {
+            assert_eq!(noted[0].slice_ns, Some(7_000_000));
+            scheduling::set_slice_ns(thread, usual).unwrap();
         }
         let mut missing = Vec::new();
         noted[0].give_back(&PidsHere::as_recorded(), &mut missing);
@@ -177,6 +216,7 @@ mod tests {
             processors: Some("60000".into()),
             io_priority: IoPriority::of_thread(own).unwrap(),
             timer_slack_ns: None,
+            slice_ns: None,
         };
         let mut missing = Vec::new();
         noted.give_back(&PidsHere::as_recorded(), &mut missing);

@@ -1,6 +1,6 @@
 /* Threads with settings of their own: the processors on which they run, the priority of their input
- * and output, and their timer slack. Once there is a file "ask.N", the program writes what all threads
- * see of themselves to the file "seen.N". */
+ * and output, their slices and their timer slack. Once there is a file "ask.N", the program writes
+ * what all threads see of themselves to the file "seen.N". */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -17,6 +17,21 @@ static pthread_barrier_t begin, end;
 static char seen[THREADS][300];
 static int processors[1024], count;
 
+/* What the scheduler has of a thread, as all kernels have it. */
+static struct {
+	unsigned size, policy;
+	unsigned long flags;
+	int nice;
+	unsigned priority;
+	unsigned long slice[3];
+} attributes;
+
+static unsigned long slice(void) {
+	memset(&attributes, 0, sizeof attributes);
+	syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0);
+	return attributes.slice[0];
+}
+
 static void look(int number) {
 	cpu_set_t set;
 	sched_getaffinity(0, sizeof set, &set);
@@ -24,8 +39,8 @@ static void look(int number) {
 	for (int i = 0; i < CPU_SETSIZE && length < 200; i++)
 		if (CPU_ISSET(i, &set))
 			length += snprintf(seen[number] + length, sizeof seen[number] - length, " %d", i);
-	snprintf(seen[number] + length, sizeof seen[number] - length, "; priority %ld; slack %ld\n",
-		 syscall(SYS_ioprio_get, 1, 0), (long)prctl(PR_GET_TIMERSLACK));
+	snprintf(seen[number] + length, sizeof seen[number] - length, "; priority %ld; slack %ld; slice %lu\n",
+		 syscall(SYS_ioprio_get, 1, 0), (long)prctl(PR_GET_TIMERSLACK), slice());
 }
 
 /* The first thread keeps what it was given. */
@@ -38,6 +53,11 @@ static void set(int number) {
 	sched_setaffinity(0, sizeof one, &one);
 	syscall(SYS_ioprio_set, 1, 0, (number == 3 ? 3 << 13 : 2 << 13 | number));
 	prctl(PR_SET_TIMERSLACK, 1000 * number);
+	/* Before Linux 6.12, nothing asks for a slice. */
+	if (number == 2 && slice()) {
+		attributes.slice[0] = 7000000;
+		syscall(SYS_sched_setattr, 0, &attributes, 0);
+	}
 }
 
 static void *run(void *argument) {
