@@ -25,7 +25,7 @@ enum Help {
 }
 
 /// Words of CRIU's reasons, and what helps then. The first that helps is taken.
-const KNOWN: [(&str, Help); 13] = [
+const KNOWN: [(&str, Help); 14] = [
     ("nested pid namespace", Fixed("a process of the tree has made a container: run pagemark inside that")),
     (
         "outside of its pid namespace",
@@ -53,6 +53,13 @@ const KNOWN: [(&str, Help); 13] = [
     ),
     // CRIU does not find a socket, or its peer, among those of the network namespace.
     ("Unix socket ", OfTree(socket_outside)),
+    (
+        "can't get /proc fd",
+        Fixed(
+            "a process may not open /proc, as under rules of Landlock: have its sandbox permit that, or save memory alone \
+             with --memory-only",
+        ),
+    ),
     ("SysVIPC", OfTree(segment_not_saved)),
     (
         "create link remap",
@@ -245,6 +252,8 @@ mod tests {
         assert!(removed.contains("another link to it exists"), "{removed}");
         let received = "mnt: Mount 3 ./a (master_id: 3) has unreachable sharing. Try --enable-external-masters.";
         let received = hint(1, &failed(received)).unwrap();
+        let sandboxed = hint(1, &failed("can't get /proc fd; Command 76 for daemon failed with -1")).unwrap();
+        assert!(sandboxed.contains("Landlock"), "{sandboxed}");
         assert!(received.contains("mount --make-private"), "{received}");
     }
 
