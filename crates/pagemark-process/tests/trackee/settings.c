@@ -17,8 +17,8 @@ static pthread_barrier_t begin, end;
 static char seen[THREADS][300];
 static int processors[1024], count;
 
-/* What the scheduler has of a thread, as all kernels have it. */
-static struct {
+/* What the scheduler has of this thread, as all kernels have it. */
+static _Thread_local struct {
 	unsigned size, policy;
 	unsigned long flags;
 	int nice;
