@@ -39,7 +39,7 @@ fuzz_target!(|data: &[u8]| {
         roots.iter().rev().take(8).filter_map(|&root| Some((root, PageTree::load(root, &store).ok()?))).collect();
     for (root, tree) in &trees {
         let some = PageNumber::new(3)..PageNumber::new(3 + FEW);
-        let listed = PageTree::read_pages(*root, &[some.clone()], &store).unwrap();
+        let listed = PageTree::read_pages(*root, std::slice::from_ref(&some), &store).unwrap();
         assert_eq!(listed.len() as u64, tree.count(some.clone()));
         assert_eq!(listed, tree.range(some).collect::<Vec<_>>());
         assert_eq!(tree.is_before(PageNumber::MIN), tree.page_count() == 0);
