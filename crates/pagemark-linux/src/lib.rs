@@ -53,6 +53,7 @@ pub mod slab;
 pub mod slots;
 pub mod sparse;
 pub mod sync;
+pub mod tcp;
 pub mod this_process;
 pub mod thread_count;
 pub mod userfaultfd;

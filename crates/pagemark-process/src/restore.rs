@@ -30,6 +30,7 @@ mod reservations;
 mod restoring;
 mod root;
 mod running;
+mod segments;
 mod sockets;
 mod states;
 mod surroundings;
@@ -44,9 +45,11 @@ use pagemark::restore::{Gated, Opened, Prepared as _};
 use pagemark::{ByteCount, Store};
 use pagemark_linux::proc::Process;
 use pagemark_linux::scratch_directory::{self, Purpose, ScratchDirectory};
+use pagemark_trace::PidsHere;
 use pagemark_trace::error::{Error, ErrorKind, Object};
 
 use crate::criu::Criu;
+use crate::criu::notes::Notes;
 use crate::files::{PutBack, UnusualFile, asides};
 use delivery::Delivery;
 
@@ -61,7 +64,15 @@ fn before_they_run(directory: &Path, root: Option<Process>, options: &RestoreOpt
     compare::compare(directory, root, options)?;
     owners::give(directory, root)?;
     let notes = root::read_notes(directory)?;
-    Ok(notes.state.give_back(&notes.pids_here(root)))
+    Ok(give_state_back(directory, &notes, &notes.pids_here(root)))
+}
+
+/// Gives processes the state that CRIU does not restore from the images in `directory`. Returns
+/// what does not come back, in words.
+fn give_state_back(directory: &Path, notes: &Notes, here: &PidsHere) -> Vec<String> {
+    let mut missing = notes.state.give_back(here);
+    missing.extend(segments::lengthen(directory, here));
+    missing
 }
 
 /// What a restore reads of the images in `directory` to find out who has which file, before it
@@ -70,7 +81,7 @@ fn before_they_run(directory: &Path, root: Option<Process>, options: &RestoreOpt
 pub(crate) fn read_images(directory: &Path) {
     use crate::criu::images::schema::FileEntry;
     use crate::criu::images::{Image, ImageKind};
-    use crate::criu::notes::{NOTES, Notes};
+    use crate::criu::notes::NOTES;
 
     let notes = serde_json::to_vec(&Notes::default()).expect("notes are plain");
     std::fs::write(directory.join(NOTES), notes).expect("the directory can be written");

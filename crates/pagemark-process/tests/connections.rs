@@ -209,3 +209,65 @@ fn what_is_between_two_ends_of_a_tree_arrives() {
         }
     }
 }
+
+/// Connects to itself, sends much, so that the windows have grown, and writes how many bytes the
+/// segments of both ends take, then and when it is asked again.
+const SEGMENTS: &str = r#"
+import os, socket, sys, threading, time
+address, to = sys.argv[1:]
+family = lambda address: socket.AF_INET6 if ':' in address else socket.AF_INET
+server = socket.create_server((address, 0), family=family(address), dualstack_ipv6=address == '::')
+there = socket.socket(family(to))
+there.connect((to, server.getsockname()[1]))
+back = server.accept()[0]
+LENGTH = 30_000_000
+for end, peer in (there, back), (back, there):
+    sending = threading.Thread(target=end.sendall, args=[bytes(LENGTH)])
+    sending.start()
+    assert len(peer.recv(LENGTH, socket.MSG_WAITALL)) == LENGTH
+    sending.join()
+def tell(name):
+    info = [end.getsockopt(socket.SOL_TCP, socket.TCP_INFO, 104) for end in (there, back)]
+    with open('new', 'w') as file:
+        # tcpi_snd_mss
+        file.write(' '.join(str(int.from_bytes(part[16:20], 'little')) for part in info))
+    os.rename('new', name)
+tell('before')
+while not os.path.exists('go'):
+    time.sleep(0.01)
+tell('after')
+time.sleep(1000)
+"#;
+
+#[test]
+fn connections_send_segments_as_long_as_before() {
+    let Some(criu) = criu() else { return };
+    let mut cases = vec![["127.0.0.1", "127.0.0.1"]];
+    if std::net::TcpListener::bind("[::1]:0").is_ok() {
+        cases.extend([["::1", "::1"], ["::", "127.0.0.1"], ["::", "::ffff:127.0.0.1"]]);
+    }
+    for addresses in cases {
+        let mut program =
+            Program::start(Command::new("python3").args(["-c", SEGMENTS]).args(addresses).stdout(Stdio::null()));
+        let lengths = |name: &str| -> Vec<u32> {
+            let text = program.read(name).unwrap_or_default();
+            text.split_whitespace().map(|length| length.parse().unwrap()).collect()
+        };
+        let is_told = |name: &str| program.read(name).is_some() || !is_running(program.pid());
+        wait_until("the program has a connection", || is_told("before"));
+        let before = lengths("before");
+        let taken = take(&criu, program.pid(), &OPTIONS);
+        let path = program.directory().join("go");
+        program.kill();
+        let options = RestoreOptions { as_child: true, streams: Streams::Null, ..Default::default() };
+        let restored = taken.restore(&criu, &options);
+        program.adopt(&restored);
+        std::fs::write(path, "").unwrap();
+        wait_until("the program has sent", || program.read("after").is_some() || !is_running(program.pid()));
+        let lengths = program.read("after").expect("the program goes on");
+        let after: Vec<u32> = lengths.split_whitespace().map(|length| length.parse().unwrap()).collect();
+        // The largest window that the peer has ever had bounds them, and that may have grown.
+        let is_as_long = before.len() == 2 && before.iter().zip(&after).all(|(before, after)| after >= before);
+        assert_oracle!(is_as_long, "{addresses:?}: segments of {before:?} bytes before, of {after:?} bytes after");
+    }
+}

@@ -23,7 +23,7 @@ use super::opened::{HandedFiles, outside_files};
 use super::root::root_of;
 use super::running::WAIT_POLL;
 use super::sockets::OwnSockets;
-use super::{io, peers, surroundings};
+use super::{give_state_back, io, peers, surroundings};
 use crate::criu::connections::LockedConnections;
 use crate::criu::images::schema::CoreEntry;
 use crate::criu::images::{ImageKind, read_first};
@@ -221,8 +221,9 @@ impl Restoring {
             return Err(error);
         }
         // Where no gate could be made, the processes run already.
-        let lost_state = self.lost_state.take();
-        let lost_state = lost_state.unwrap_or_else(|| self.attempt.prepared.notes.state.give_back(&ids.here));
+        let prepared = &self.attempt.prepared;
+        let give = || give_state_back(&prepared.directory, &prepared.notes, &ids.here);
+        let lost_state = self.lost_state.take().unwrap_or_else(give);
         self.opened.keep();
         let left_groups = self.joining.join_others(&ids.here).iter().map(ToString::to_string).collect();
         let child = self.attempt.leader().unwrap_or(ids.root_pid);

@@ -151,11 +151,14 @@ pub(crate) fn connections(directory: &Path) -> Result<Vec<(SocketAddr, SocketAdd
 }
 
 fn connection(entry: &InetSocketEntry) -> Option<(SocketAddr, SocketAddr)> {
-    let is_connection = entry.proto == libc::IPPROTO_TCP as u32
-        && entry.dst_port != 0
-        && !matches!(entry.state, TCP_LISTEN | TCP_CLOSE);
-    let peer = socket_address(entry.family, &entry.dst_addr, entry.dst_port).filter(|_| is_connection)?;
+    let peer = is_connection(entry).then(|| socket_address(entry.family, &entry.dst_addr, entry.dst_port))??;
     Some((address(entry)?, peer))
+}
+
+/// True for a socket of TCP that has a peer.
+pub(super) fn is_connection(entry: &InetSocketEntry) -> bool {
+    let has_peer = entry.dst_port != 0 && !matches!(entry.state, TCP_LISTEN | TCP_CLOSE);
+    has_peer && entry.proto == libc::IPPROTO_TCP as u32
 }
 
 /// The open files of all processes.
