@@ -119,6 +119,10 @@ fn has_name(pid: i32, name: &str) -> bool {
     is_name || name == "criu" && support::command_line(pid).contains("/criu ")
 }
 
+/// How often a victim is looked for. Each search reads all of `/proc`: without a pause, two
+/// searches take both processors, and others wait for seconds.
+const SEARCH_POLL: Duration = Duration::from_micros(200);
+
 /// Kills `victim` of a command that is attached to a process. False if it was not found.
 fn strike(victim: Victim, attached: &mut Child, target: i32, group: Option<&Group>, random: &mut SplitMix) -> bool {
     let command = attached.id() as i32;
@@ -140,13 +144,16 @@ fn strike(victim: Victim, attached: &mut Child, target: i32, group: Option<&Grou
             if is_over() {
                 return false;
             }
+            std::thread::sleep(SEARCH_POLL);
         }
     }
     // Within the first checkpoint, or one of those that follow.
     std::thread::sleep(Duration::from_millis(random.below(400)));
     // While it is traced there is most to disturb.
     let is_traced = || proc::Status::read(target).is_ok_and(|status| status.tracer_pid != 0);
-    while !is_traced() && !is_over() {}
+    while !is_traced() && !is_over() {
+        std::thread::sleep(SEARCH_POLL);
+    }
     std::thread::sleep(Duration::from_micros(pause));
     match (victim, group) {
         (Victim::ControlGroup, Some(group)) => group.kill(),
