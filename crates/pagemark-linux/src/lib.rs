@@ -51,6 +51,7 @@ pub mod shared_bytes;
 pub mod signals;
 pub mod slab;
 pub mod slots;
+pub mod socket_options;
 pub mod sparse;
 pub mod sync;
 pub mod tcp;

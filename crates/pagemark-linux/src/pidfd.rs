@@ -15,7 +15,7 @@ pub static OPEN: Interface =
 pub static GET_DESCRIPTOR: Interface = Interface::new(
     "pidfd_getfd",
     "5.6",
-    "a program that has a lease on a file it writes can't be checkpointed",
+    "a program that has a lease on a file it writes can't be checkpointed, and sockets lose options in a restore",
     || {
         let this = open(std::process::id() as i32, 0)?;
         duplicate(std::process::id() as i32, this.as_raw_fd()).map(drop)
@@ -67,7 +67,14 @@ pub fn send_signal(process: &OwnedFd, signal: libc::c_int) -> io::Result<()> {
 /// `ESRCH`: there is no such process. `EBADF`: it has no such descriptor. `EPERM`: tracing it is
 /// not permitted. `ENOSYS`: the kernel is too old.
 pub fn duplicate(pid: i32, number: i32) -> io::Result<OwnedFd> {
-    let process = open(pid, 0)?;
+    duplicate_of(&open(pid, 0)?, number)
+}
+
+/// Like [`duplicate`], of the process of a descriptor.
+///
+/// # Errors
+/// Those of [`duplicate`].
+pub fn duplicate_of(process: &OwnedFd, number: i32) -> io::Result<OwnedFd> {
     // SAFETY: the call takes numbers and touches no memory of ours.
     let descriptor = unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) };
     if descriptor < 0 {

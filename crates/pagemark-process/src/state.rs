@@ -7,12 +7,17 @@ pub(crate) mod confinement;
 mod core_dump_filter;
 pub(crate) mod descriptors;
 mod scheduling;
+mod socket_options;
+mod sockets;
 
 use confinement::Confined;
 use core_dump_filter::CoreDumpFilter;
 use pagemark_linux::proc;
+use pagemark_linux::socket_options::SocketKind;
 use pagemark_trace::{PidsHere, RecordedPid};
 use scheduling::Scheduling;
+use socket_options::SocketOptions;
+use sockets::UnreadSockets;
 
 /// The noted state of a tree, by the ids in the images.
 #[derive(Clone, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
@@ -21,6 +26,8 @@ pub(crate) struct State {
     scheduling: Vec<Scheduling>,
     core_dump_filters: Vec<CoreDumpFilter>,
     confined: Vec<Confined>,
+    socket_options: Vec<SocketOptions>,
+    unread_sockets: Option<UnreadSockets>,
 }
 
 impl State {
@@ -29,10 +36,18 @@ impl State {
     pub(crate) fn observe(pids: &[i32], image_pid: fn(i32) -> RecordedPid) -> State {
         let of_process = |&pid: &i32| proc::threads(pid).unwrap_or_default();
         let threads: Vec<i32> = pids.iter().flat_map(of_process).collect();
+        let mut socket_options = socket_options::Observation::default();
+        let unread_sockets = sockets::for_each(pids, image_pid, |place, _, socket| {
+            let kind = SocketKind::of(&socket)?;
+            socket_options.add(place, kind, &socket);
+            Ok(())
+        });
         State {
             scheduling: scheduling::observe(&threads, image_pid),
             core_dump_filters: core_dump_filter::observe(pids, image_pid),
             confined: confinement::observe(pids, image_pid),
+            socket_options: socket_options.finish(),
+            unread_sockets,
         }
     }
 
@@ -41,6 +56,8 @@ impl State {
         let mut missing = Vec::new();
         self.scheduling.iter().for_each(|kind| kind.give_back(here, &mut missing));
         self.core_dump_filters.iter().for_each(|kind| kind.give_back(here, &mut missing));
+        self.socket_options.iter().for_each(|kind| kind.give_back(here, &mut missing));
+        self.unread_sockets.iter().for_each(|kind| kind.report(&mut missing));
         self.confined.iter().for_each(|kind| kind.report(here, &mut missing));
         missing
     }
