@@ -29,6 +29,7 @@ pub mod machine_mark;
 pub mod mapping_flags;
 pub mod memory;
 pub mod memory_file;
+pub mod multicast;
 pub mod own_mappings;
 pub mod own_memory;
 pub mod page_faults;

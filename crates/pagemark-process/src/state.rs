@@ -6,12 +6,14 @@
 pub(crate) mod confinement;
 mod core_dump_filter;
 pub(crate) mod descriptors;
+mod memberships;
 mod scheduling;
 mod socket_options;
 mod sockets;
 
 use confinement::Confined;
 use core_dump_filter::CoreDumpFilter;
+use memberships::Memberships;
 use pagemark_linux::proc;
 use pagemark_linux::socket_options::SocketKind;
 use pagemark_trace::{PidsHere, RecordedPid};
@@ -27,6 +29,7 @@ pub(crate) struct State {
     core_dump_filters: Vec<CoreDumpFilter>,
     confined: Vec<Confined>,
     socket_options: Vec<SocketOptions>,
+    memberships: Vec<Memberships>,
     unread_sockets: Option<UnreadSockets>,
 }
 
@@ -37,16 +40,18 @@ impl State {
         let of_process = |&pid: &i32| proc::threads(pid).unwrap_or_default();
         let threads: Vec<i32> = pids.iter().flat_map(of_process).collect();
         let mut socket_options = socket_options::Observation::default();
-        let unread_sockets = sockets::for_each(pids, image_pid, |place, _, socket| {
+        let mut memberships = memberships::Observation::default();
+        let unread_sockets = sockets::for_each(pids, image_pid, |place, pid, socket| {
             let kind = SocketKind::of(&socket)?;
             socket_options.add(place, kind, &socket);
-            Ok(())
+            memberships.add(place, pid, kind, &socket)
         });
         State {
             scheduling: scheduling::observe(&threads, image_pid),
             core_dump_filters: core_dump_filter::observe(pids, image_pid),
             confined: confinement::observe(pids, image_pid),
             socket_options: socket_options.finish(),
+            memberships: memberships.finish(),
             unread_sockets,
         }
     }
@@ -57,6 +62,7 @@ impl State {
         self.scheduling.iter().for_each(|kind| kind.give_back(here, &mut missing));
         self.core_dump_filters.iter().for_each(|kind| kind.give_back(here, &mut missing));
         self.socket_options.iter().for_each(|kind| kind.give_back(here, &mut missing));
+        self.memberships.iter().for_each(|kind| kind.give_back(here, &mut missing));
         self.unread_sockets.iter().for_each(|kind| kind.report(&mut missing));
         self.confined.iter().for_each(|kind| kind.report(here, &mut missing));
         missing

@@ -1,4 +1,5 @@
-//! The options of sockets, before a checkpoint and after a restore, as the program reads them.
+//! The options and multicast groups of sockets, before a checkpoint and after a restore, as the
+//! program reads them.
 
 mod support;
 
@@ -37,6 +38,7 @@ fn sockets_keep_their_options() {
     let before = options(&program, 0);
     // Those that are not as in a new socket.
     assert!(before.lines().filter(|line| line.contains("set")).count() > 80, "{before}");
+    assert!(before.contains("True") && !before.contains("False"), "{before}");
     let checkpoint = checkpoints.take(&program, &[]);
     program.kill();
     for is_lazy in [false, true] {

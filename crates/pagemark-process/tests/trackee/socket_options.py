@@ -66,6 +66,22 @@ new(ALL + OF_UNIX, socket.AF_UNIX, socket.SOCK_STREAM)
 new(ALL + OF_NETLINK, socket.AF_NETLINK, socket.SOCK_RAW, 0)
 new(ALL + OF_PACKET, socket.AF_PACKET, socket.SOCK_RAW)
 
+# A group of each kind of address, on the interface with the number 1.
+GROUP = socket.inet_aton('239.9.9.9') + struct.pack('II', 0, 1)
+GROUP_6 = socket.inet_pton(socket.AF_INET6, 'ff05::1234') + struct.pack('I', 1)
+GROUPS = [(udp, IP, 35, 36, GROUP), (udp6, IP, 35, 36, GROUP), (udp6, IPV6, 20, 21, GROUP_6)]
+for made, level, join, _, group in GROUPS:
+    if made:
+        made.setsockopt(level, join, group)
+
+def is_member(made, level, join, leave, group):
+    try:
+        made.setsockopt(level, leave, group)
+    except OSError:
+        return False
+    made.setsockopt(level, join, group)
+    return True
+
 def read(made, level, option):
     try:
         return made.getsockopt(level, option, 64).hex()
@@ -90,4 +106,7 @@ for number in range(1000):
                 value = read(made, level, option)
                 is_set = 'as it was' if value == default else 'set'
                 print(f'socket {index}: option {level}/{option} {is_set}: {value}', file=file)
+        for group in GROUPS:
+            if group[0]:
+                print('group', group[4].hex(), is_member(*group), file=file)
     os.rename('seen.new', f'seen.{number}')
