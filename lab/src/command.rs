@@ -101,20 +101,29 @@ pub fn succeeds(command: &mut Command) -> bool {
 ///
 /// Returns `None` if it was killed.
 pub fn wait_for(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
+    let status = end_within(child, limit)?;
+    if status.is_none() {
+        // It may have ended between the two calls.
+        let _ = child.kill();
+        child.wait().map_err(cannot_wait)?;
+    }
+    Ok(status)
+}
+
+/// Waits for the end of `child` until `limit` has passed. Returns `None` if it runs then.
+pub fn end_within(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
     let end = Instant::now() + limit;
-    let failed = |source| Error::Start { program: "a child process".to_owned(), source };
     loop {
-        if let Some(status) = child.try_wait().map_err(failed)? {
-            return Ok(Some(status));
-        }
-        if Instant::now() >= end {
-            // It may have ended between the two calls.
-            let _ = child.kill();
-            child.wait().map_err(failed)?;
-            return Ok(None);
+        let status = child.try_wait().map_err(cannot_wait)?;
+        if status.is_some() || Instant::now() >= end {
+            return Ok(status);
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+fn cannot_wait(source: std::io::Error) -> Error {
+    Error::Start { program: "a child process".to_owned(), source }
 }
 
 /// The exit status as a shell gives it: 128 and the number of the signal that ended the program.

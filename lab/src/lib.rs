@@ -51,6 +51,7 @@ pub mod setup;
 pub mod skips;
 pub mod sqlite_suite;
 pub mod steps;
+pub mod stuck;
 pub mod suite;
 pub mod surroundings;
 pub mod test_plan;

@@ -14,7 +14,7 @@ use crate::bochs::{self, Bochs};
 use crate::kernel::Kernel;
 use crate::kernel_build::{self, Image};
 use crate::qemu::{Accelerator, Hardware, kernel_warnings, met_removed_breakpoint};
-use crate::{Error, Result, cache, command, hypervisor, packages, progress, source_root};
+use crate::{Error, Result, cache, command, hypervisor, packages, progress, source_root, stuck};
 
 /// A machine, and what is run in it.
 #[derive(Clone, Debug)]
@@ -178,7 +178,14 @@ impl Machine {
             if let Some(output) = output {
                 qemu.stdout(output.try_clone().map_err(Error::file("open", &directory.0))?);
             }
-            let status = command::wait_for(&mut command::start(&mut qemu)?, self.limit)?;
+            let mut qemu = command::start(&mut qemu)?;
+            let status = command::end_within(&mut qemu, self.limit)?;
+            if status.is_none() {
+                if let Err(error) = stuck::report_tasks(&directory.0) {
+                    progress!("the machine cannot say what its tasks wait for: {error}");
+                }
+                command::wait_for(&mut qemu, stuck::REPORT_LIMIT)?;
+            }
             boots += 1;
             let has_started = directory.0.join("started").exists();
             if has_started || boots == BOOTS || !met_removed_breakpoint(&read_log()) {
@@ -218,12 +225,14 @@ impl Machine {
             write(copy, log.as_bytes())?;
         }
         if !has_ended {
-            eprintln!("{}", command::last_lines(log.as_bytes(), 20));
+            let (before, tasks) = stuck::divide(log);
+            eprintln!("{}\n{tasks}", command::last_lines(before.as_bytes(), 20));
             progress!("the machine exceeded its time limit of {} s", self.limit.as_secs());
             return Ok(Outcome::TimedOut);
         }
         let ended = std::fs::read_to_string(directory.join("status")).unwrap_or_default();
         let Ok(exit_status) = ended.trim().parse() else {
+            let (log, _) = stuck::divide(log);
             return Err(Error::unmet(
                 format!("the machine ended before its command:\n{}", command::last_lines(log.as_bytes(), 40)),
                 "see the end of the kernel's log above",

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use crate::stuck;
+
 /// What carries out the machine's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accelerator {
@@ -69,12 +71,14 @@ impl Hardware<'_> {
         // The files' server reads and writes the machine's memory.
         add(&["-object", &format!("memory-backend-memfd,id=memory,size={memory},share=on")]);
         add(&["-display", "none", "-monitor", "none", "-nodefaults", "-no-user-config", "-no-reboot"]);
+        add(&["-qmp", &format!("unix:{directory}/{},server=on,wait=off", stuck::SOCKET)]);
         add(&["-serial", &format!("file:{directory}/kernel.log")]);
         add(&["-chardev", "stdio,id=output,signal=off", "-serial", "chardev:output"]);
         add(&["-chardev", &format!("socket,id=files,path={directory}/socket")]);
         add(&["-device", "vhost-user-fs-pci,chardev=files,tag=host", "-device", "virtio-rng-pci"]);
         // On a busy host, the emulated timer may be late when the kernel checks that there is one, and panics if not.
-        let append = format!("panic=-1 oops=panic no_timer_check lab={directory} {patience} {}", self.append);
+        let report = stuck::KERNEL_PARAMETERS;
+        let append = format!("panic=-1 oops=panic {report} no_timer_check lab={directory} {patience} {}", self.append);
         let append = append.split_whitespace().collect::<Vec<_>>().join(" ");
         let (kernel, initramfs) = (self.kernel.display(), format!("{directory}/initramfs"));
         if let Some(hypervisor) = self.hypervisor {
@@ -189,7 +193,10 @@ mod tests {
         let after = |name: &str| &arguments[arguments.iter().position(|word| word == name).unwrap() + 1];
         assert_eq!(after("-kernel"), "x");
         assert!(after("-append").starts_with("console=com1 "));
-        assert_eq!(after("-initrd"), "k console=hvc0 panic=-1 oops=panic no_timer_check lab=d a=1,,2,d/initramfs");
+        assert_eq!(
+            after("-initrd"),
+            "k console=hvc0 panic=-1 oops=panic unknown_nmi_panic panic_print=69 no_timer_check lab=d a=1,,2,d/initramfs"
+        );
     }
 
     fn arguments_of_kvm() -> String {
