@@ -164,13 +164,15 @@ impl Drop for Qemu {
 /// A connection to a monitor of the test's own.
 pub struct TestMonitor {
     stream: BufReader<UnixStream>,
+    /// The names of what QEMU has reported.
+    events: Vec<String>,
 }
 
 impl TestMonitor {
     /// Connects to the monitor socket `path`, once it is there.
     pub fn connect(path: &Path) -> TestMonitor {
         let stream = wait_for("the monitor", || UnixStream::connect(path).ok());
-        let mut monitor = TestMonitor { stream: BufReader::new(stream) };
+        let mut monitor = TestMonitor { stream: BufReader::new(stream), events: Vec::new() };
         let mut greeting = String::new();
         monitor.stream.read_line(&mut greeting).expect("a greeting");
         monitor.run("qmp_capabilities", json!({}));
@@ -194,13 +196,25 @@ impl TestMonitor {
             let mut line = String::new();
             self.stream.read_line(&mut line).expect("a reply");
             let reply: Value = serde_json::from_str(&line).expect("JSON");
-            if reply.get("event").is_none() {
-                return match reply.get("error") {
-                    Some(error) => Err(error.to_string()),
-                    None => Ok(reply["return"].clone()),
-                };
+            match reply["event"].as_str() {
+                Some(event) => self.events.push(event.to_owned()),
+                None => {
+                    return match reply.get("error") {
+                        Some(error) => Err(error.to_string()),
+                        None => Ok(reply["return"].clone()),
+                    };
+                }
             }
         }
+    }
+
+    /// Waits until QEMU has reported `event`, since the connection was made or the last call.
+    pub fn wait_for_event(&mut self, event: &str) {
+        wait_for(event, || {
+            self.run("query-version", json!({}));
+            self.events.iter().any(|reported| reported == event).then_some(())
+        });
+        self.events.clear();
     }
 
     /// The content of the machine's physical memory, by QEMU's own command.

@@ -4,14 +4,18 @@
 mod restored;
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use pagemark::checkpointer::{Checkpointer, Strategy};
 use pagemark::repository::Repository;
 use pagemark::store::MemoryStore;
-use pagemark::target::{Frozen, Target};
+use pagemark::target::{Captured, Frozen, Target};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
-use pagemark_testing::{MachinePaths, PLAIN, Qemu, TestMonitor, guest_program, skip, wait_for, with_disk};
+use pagemark_testing::{
+    MachinePaths, PLAIN, Qemu, TestMonitor, assert_oracle, guest_program, skip, wait_for, with_disk,
+};
 use pagemark_vm::{ErrorKind, VmTarget};
 use restored::restore;
 use serde_json::{Value, json};
@@ -86,6 +90,91 @@ fn a_machine_that_others_move_during_a_checkpoint_is_not_saved() {
     let frozen = target.freeze(&mut |_| Ok(())).unwrap();
     drop(frozen.thaw().unwrap());
     assert!(own.is_running());
+}
+
+/// The state of processors and devices, as a checkpoint has it.
+fn save_device_state(target: &mut VmTarget) -> Result<Vec<u8>, String> {
+    let captured = target.freeze(&mut |_| Ok(())).and_then(Frozen::thaw).map_err(|error| error.to_string())?;
+    let mut store = MemoryStore::new();
+    let recorded = captured.record(&mut store).map_err(|error| error.to_string())?;
+    let devices = recorded.state.iter().find(|state| state.name == "qemu-devices").unwrap();
+    Ok(devices.content.read_all(&store).unwrap())
+}
+
+/// The state of a device that was plugged in is lost to a restored machine, and keeps it from
+/// starting.
+#[test]
+fn a_device_that_others_plug_in_during_a_checkpoint_is_not_saved() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let _qemu = Qemu::start(&paths, &[&PLAIN[..], &["-usb"]].concat());
+    let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+    let mut target = attach(&paths);
+    let plug_in = json!({"driver": "usb-mouse", "id": "late"});
+    let frozen = target.freeze(&mut |_| Ok(())).unwrap();
+    own.run("device_add", plug_in.clone());
+    let error = frozen.thaw().err().unwrap();
+    target.capture_failed();
+    assert!(error.to_string().contains("late was plugged in"), "{error}");
+    assert!(own.is_running());
+    own.run("device_del", json!({"id": "late"}));
+    own.wait_for_event("DEVICE_DELETED");
+
+    let captured = target.freeze(&mut |_| Ok(())).and_then(Frozen::thaw).unwrap();
+    own.run("device_add", plug_in);
+    own.run("device_del", json!({"id": "late"}));
+    own.wait_for_event("DEVICE_DELETED");
+    let error = captured.record(&mut MemoryStore::new()).unwrap_err();
+    assert!(error.to_string().contains("was unplugged during the checkpoint"), "{error}");
+    target.capture_failed();
+    save_device_state(&mut target).unwrap();
+}
+
+#[test]
+fn no_checkpoint_has_a_device_that_others_plug_in_and_pull_out() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let _qemu = Qemu::start(&paths, &[&PLAIN[..], &["-usb"]].concat());
+    let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+    let mut target = attach(&paths);
+    let has_ended = AtomicBool::new(false);
+    let (mut saved, mut refused, mut wrong, mut unexpected) = (0, 0, 0, None);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 0.. {
+                if has_ended.load(Ordering::Relaxed) {
+                    break;
+                }
+                own.run("device_add", json!({"driver": "usb-mouse", "id": "late"}));
+                // For longer than a checkpoint begins.
+                std::thread::sleep(Duration::from_millis(100));
+                own.run("device_del", json!({"id": "late"}));
+                std::thread::sleep(Duration::from_millis(7 * (round % 13)));
+            }
+        });
+        while saved + refused < 200 && unexpected.is_none() {
+            match save_device_state(&mut target) {
+                Ok(state) => {
+                    saved += 1;
+                    // What QEMU calls the mouse there.
+                    wrong += u32::from(state.windows(7).any(|name| name == b"usb-ptr"));
+                }
+                Err(error) => {
+                    target.capture_failed();
+                    refused += 1;
+                    unexpected = Some(error).filter(|error| !error.contains("plugged"));
+                }
+            }
+        }
+        has_ended.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(unexpected, None);
+    assert_oracle!(wrong == 0, "{wrong} of {saved} checkpoints have a device of others; {refused} were refused");
+    assert!(saved > 0, "{refused} were refused");
 }
 
 #[test]
@@ -223,13 +312,20 @@ fn a_restored_machine_has_the_media_of_the_checkpoint() {
     }
     let qemu = Qemu::start(&paths, &further);
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+    let mut target = attach(&paths);
+    let frozen = target.freeze(&mut |_| Ok(())).unwrap();
+    let change = |id| json!({"id": id, "filename": other.display().to_string(), "format": "raw"});
+    own.run("blockdev-change-medium", change("cd-b"));
+    let error = frozen.thaw().err().unwrap();
+    assert!(error.to_string().contains("cd-b was given another medium during the checkpoint"), "{error}");
+    target.capture_failed();
+    drop(target);
     let repository = Repository::create(&paths.join("repository")).unwrap();
     let mut job = Job::new(attach(&paths), repository, JobOptions::new("vm"));
     let mut expected = Vec::new();
     job.checkpoint().unwrap();
     expected.push(media(&mut own));
-    let change = json!({"id": "cd-a", "filename": other.display().to_string(), "format": "raw"});
-    own.run("blockdev-change-medium", change);
+    own.run("blockdev-change-medium", change("cd-a"));
     own.run("eject", json!({"id": "cd-b", "force": true}));
     own.run("eject", json!({"device": "floppy0", "force": true}));
     job.checkpoint().unwrap();

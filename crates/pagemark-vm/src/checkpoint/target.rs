@@ -692,6 +692,7 @@ impl<'target> Frozen for FrozenVm<'target> {
         // stop.
         let later = machine.memory_map()?;
         let map = machine.map_of(&map)?.filter(|map| later.as_ref() == Some(map));
+        machine.check_as_before(&startup.media)?;
         let blocks = memory.blocks.iter().map(|block| {
             (block.space, block.place.id.clone(), SpaceKind::RamBlock { bytes: block.place.bytes() }, None)
         });
@@ -754,6 +755,8 @@ impl Captured for CapturedVm<'_> {
     }
 
     fn record(mut self, store: &mut dyn Store) -> Result<Recorded, pagemark::Error> {
+        self.hold.0.report_events();
+        self.hold.0.machine.check_none_unplugged()?;
         self.devices.seek(SeekFrom::Start(0)).map_err(Error::system("read the state of the devices"))?;
         let history = &mut self.hold.0.states;
         let devices = history.write(DEVICES, store, &mut self.devices)?;

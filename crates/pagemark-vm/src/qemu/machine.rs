@@ -21,7 +21,7 @@ use crate::qemu::command_line::{relative_path_of_daemon, with_descriptor};
 use crate::qemu::drive::{self, DiskImage, Drive};
 use crate::qemu::medium::{self, Medium};
 use crate::qemu::owner::Owner;
-use crate::qemu::plugged::{self, USERS_DEVICES};
+use crate::qemu::plugged;
 use crate::qemu::qmp::Monitor;
 use crate::qemu::refused;
 use crate::qemu::user_files;
@@ -257,8 +257,7 @@ impl Machine {
     pub(crate) fn check(&mut self) -> Result<bool> {
         let unsupported = |reason: String| Error::about(ErrorKind::Unsupported, Object::Process(self.pid), reason);
         self.monitor.expect_no_move();
-        let list = |place: &str| Command::new("qom-list", json!({ "path": place }));
-        let [with_id, without_id] = USERS_DEVICES.map(list);
+        let [with_id, without_id] = plugged::list();
         let state = Command::new("query-status", json!({}));
         let [state, migration, with_id, without_id] =
             self.monitor.ask([state, refused::list_reasons(), with_id, without_id])?;
@@ -278,6 +277,42 @@ impl Machine {
         }
         self.check_devices(plugged::listed([&with_id?, &without_id?]))?;
         Ok(state.get("running").and_then(Value::as_bool).unwrap_or(false))
+    }
+
+    /// Checks that QEMU has reported since [`Machine::check`] no device that was unplugged: it was
+    /// perhaps plugged in after that. QEMU reports it up to some 60 ms late.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`]
+    pub(crate) fn check_none_unplugged(&self) -> Result<()> {
+        if !self.monitor.has_unplugged() {
+            return Ok(());
+        }
+        let reason = "had a device that was unplugged during the checkpoint";
+        Err(Error::about(ErrorKind::Unsupported, Object::Process(self.pid), reason))
+    }
+
+    /// Checks that the machine still has the devices that [`Machine::check`] has found, and the
+    /// `media`. So it had them in the stop between the two, and its saved state is of them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] with the device.
+    pub(crate) fn check_as_before(&mut self, media: &[Medium]) -> Result<()> {
+        let [with_id, without_id] = plugged::list();
+        let [with_id, without_id, blocks] =
+            self.monitor.ask([with_id, without_id, Command::new("query-block", json!({}))])?;
+        self.check_none_unplugged()?;
+        self.check_devices(plugged::listed([&with_id?, &without_id?]))?;
+        let blocks = Blocks { blocks: blocks?.as_array().cloned().unwrap_or_default(), nodes: Vec::new() };
+        let now = blocks.media();
+        let changed = media.iter().find(|medium| !now.contains(medium)).or(now.iter().find(|now| !media.contains(now)));
+        match changed {
+            Some(Medium { device, .. }) => {
+                let reason = "was given another medium during the checkpoint";
+                Err(Error::about(ErrorKind::Unsupported, Object::Device(device.clone()), reason))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Checks that no device of the machine gives memory back to the host. What is given back must
@@ -334,9 +369,13 @@ impl Machine {
             return refused(&gone, "is not there any more: it was unplugged");
         }
         let hotplugged = |device: &String| Command::new("qom-get", json!({"path": device, "property": "hotplugged"}));
-        let answers = self.monitor.execute_all(&devices.iter().map(hotplugged).collect::<Vec<_>>())?;
-        if let Some((device, _)) = devices.iter().zip(answers).find(|(_, reply)| reply.result == true) {
-            return refused(device, "was plugged in");
+        let answers = self.monitor.try_all(&devices.iter().map(hotplugged).collect::<Vec<_>>())?;
+        for (device, answer) in devices.iter().zip(answers) {
+            match answer {
+                Ok(reply) if reply.result == true => return refused(device, "was plugged in"),
+                Ok(_) => {}
+                Err(_) => return refused(device, "was unplugged"),
+            }
         }
         self.devices = Some(devices);
         Ok(())

@@ -1,14 +1,19 @@
 //! The devices of a command line: a restored machine has these and no others.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::qemu::command::text;
+use crate::qemu::command::{Command, text};
 use crate::qemu::command_line::{option_name, split_options};
 
 /// Where QEMU's tree of objects has the devices that users have added, with an id and without.
-pub(crate) const USERS_DEVICES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+const USERS_DEVICES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
-/// The devices in what QEMU lists at each of these places.
+/// The commands that list these places.
+pub(crate) fn list() -> [Command; 2] {
+    USERS_DEVICES.map(|place| Command::new("qom-list", json!({ "path": place })))
+}
+
+/// The devices in what QEMU has replied to the commands of [`list`].
 pub(crate) fn listed(lists: [&Value; 2]) -> Vec<String> {
     let devices = USERS_DEVICES.iter().zip(lists).flat_map(|(place, list)| {
         let children = list.as_array().map_or(&[][..], Vec::as_slice);

@@ -158,6 +158,11 @@ impl Monitor {
         stopped.map_or(replied, |stopped| stopped.clamp(sent, replied))
     }
 
+    /// True if QEMU has reported since [`Monitor::take_unplugged`] that a device is gone.
+    pub(crate) fn has_unplugged(&self) -> bool {
+        self.has_unplugged
+    }
+
     /// True if QEMU has reported since the last call that a device is gone.
     pub(crate) fn take_unplugged(&mut self) -> bool {
         std::mem::take(&mut self.has_unplugged)
@@ -243,7 +248,11 @@ impl Monitor {
         Ok(std::array::from_fn(|_| answers.next().unwrap_or(Ok(Value::Null))))
     }
 
-    fn try_all(&mut self, commands: &[Command]) -> Result<Vec<Result<Reply>>> {
+    /// Like [`Monitor::execute_all`]: the reply to each command, or why QEMU refuses it.
+    ///
+    /// # Errors
+    /// Those of [`Monitor::execute`], but for [`ErrorKind::Command`].
+    pub(crate) fn try_all(&mut self, commands: &[Command]) -> Result<Vec<Result<Reply>>> {
         let (mut ids, mut messages) = (Vec::new(), String::new());
         for command in commands {
             let (id, message) = self.message(command.name, &command.arguments);
