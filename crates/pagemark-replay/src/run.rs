@@ -146,7 +146,7 @@ impl Run {
         let mut arguments = arguments_of_restore(&arguments, startup.machine_type());
         arguments.extend(plugins);
         let mut started = NewQemu::start(&startup, &arguments, Streams::Detached, SigSet::empty())?;
-        let mut machine = started.machine(&startup)?;
+        let mut machine = started.machine()?;
         let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
         let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
         let spaces = restore.ram_spaces()?;

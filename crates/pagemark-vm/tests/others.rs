@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pagemark::checkpointer::{Checkpointer, Strategy};
-use pagemark::repository::Repository;
+use pagemark::repository::{Repository, StateRecord};
 use pagemark::store::MemoryStore;
 use pagemark::target::{Captured, Frozen, Target};
 use pagemark::track::Scope;
@@ -290,6 +290,34 @@ fn media(own: &mut TestMonitor) -> Vec<(String, Value)> {
     let blocks = own.run("query-block", json!({}));
     let blocks = blocks.as_array().unwrap().iter().filter(|block| block["removable"] == true);
     blocks.map(|block| (block["qdev"].to_string(), block["inserted"]["image"]["filename"].clone())).collect()
+}
+
+/// Two checkpoints of different machines, of which one gets the devices of the other.
+#[test]
+fn a_restore_that_qemu_refuses_says_why() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let [plain, usb] = [MachinePaths::default(), MachinePaths::default()];
+    let with_mouse = [&PLAIN[..], &["-usb", "-device", "usb-mouse"]].concat();
+    let directory = plain.join("repository");
+    Repository::create(&directory).unwrap();
+    for (job, paths, further) in [("plain", &plain, &PLAIN[..]), ("usb", &usb, &with_mouse)] {
+        let _qemu = Qemu::start(paths, further);
+        let mut job = Job::new(attach(paths), Repository::open(&directory).unwrap(), JobOptions::new(job));
+        job.checkpoint().unwrap();
+        job.detach();
+    }
+    let repository = Repository::open(&directory).unwrap();
+    let mut checkpoint = repository.read("plain", 1).unwrap();
+    let other = repository.read("usb", 1).unwrap();
+    let devices = |state: &StateRecord| state.name == "qemu-devices";
+    let place = checkpoint.manifest.state.iter().position(devices).unwrap();
+    checkpoint.manifest.state[place] = other.manifest.state.iter().find(|state| devices(state)).unwrap().clone();
+    let error = restore(&checkpoint).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Start);
+    let words = error.to_string();
+    assert!(words.contains("it ended with status 1: ") && words.contains("Unknown savevm section"), "{words}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
 use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
@@ -36,6 +37,10 @@ pub struct NewQemu {
     child: Option<Child>,
     monitor: Option<UnixStream>,
     guard: Option<EndGuard>,
+    /// What was started, for errors.
+    program: PathBuf,
+    /// The version of the QEMU that was saved, for errors.
+    saved_version: String,
 }
 
 impl NewQemu {
@@ -65,10 +70,17 @@ impl NewQemu {
         let refused = |error: io::Error| {
             Error::of(ErrorKind::Start, format!("start {}", startup.program.display()), Object::None, error)
         };
+        let started = |child, guard| NewQemu {
+            child: Some(child),
+            monitor: Some(ours),
+            guard,
+            program: startup.program.clone(),
+            saved_version: startup.version.clone(),
+        };
         match (spawned, guard) {
-            (Ok(child), Ok(guard)) => Ok(NewQemu { child: Some(child), monitor: Some(ours), guard }),
+            (Ok(child), Ok(guard)) => Ok(started(child, guard)),
             (Ok(child), Err(error)) => {
-                drop(NewQemu { child: Some(child), monitor: None, guard: None });
+                drop(started(child, None));
                 Err(Error::system("start a guard process")(error))
             }
             // Without a guard the child has not become QEMU, whatever it says.
@@ -80,12 +92,12 @@ impl NewQemu {
     }
 
     /// The machine of the QEMU. Called once.
-    pub fn machine(&mut self, startup: &Startup) -> Result<Machine> {
+    pub fn machine(&mut self) -> Result<Machine> {
         let (Some(child), Some(monitor)) = (&self.child, self.monitor.take()) else {
             return Err(Error::damaged("no QEMU"));
         };
         let pid = child.id() as i32;
-        let monitor = Monitor::over(monitor).map_err(|error| self.describe(error, startup))?;
+        let monitor = Monitor::over(monitor).map_err(|error| self.describe(error))?;
         Machine::of(monitor, pid)
     }
 
@@ -100,8 +112,9 @@ impl NewQemu {
         Ok(child)
     }
 
-    /// The error of a QEMU that has closed its monitor.
-    fn describe(&mut self, error: Error, startup: &Startup) -> Error {
+    /// An error of its monitor: if QEMU has ended, with its status and its last message. Waits for
+    /// its end then.
+    pub fn describe(&mut self, error: Error) -> Error {
         if !error.is_gone() {
             return error;
         }
@@ -118,9 +131,9 @@ impl NewQemu {
         }
         let separator = if message.is_empty() { "" } else { ": " };
         let reason = format!("it {how}{separator}{}", message.trim_end());
-        let operation = format!("start {}", startup.program.display());
+        let operation = format!("start {}", self.program.display());
         let error = Error::of(ErrorKind::Start, operation, Object::None, reason);
-        error.help(format!("the checkpoint is of QEMU {}", startup.version))
+        error.help(format!("the checkpoint is of QEMU {}", self.saved_version))
     }
 }
 

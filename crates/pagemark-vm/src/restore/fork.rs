@@ -22,7 +22,7 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::memory::block_file;
 use crate::memory::ram_blocks::RamBlock;
 use crate::qemu::command_line::arguments_of_restore;
-use crate::qemu::machine::{Startup, WITHOUT_LAZY};
+use crate::qemu::machine::{Machine, Startup, WITHOUT_LAZY};
 use crate::qemu::new_qemu::{NewQemu, Streams};
 use crate::qemu::user_files;
 use crate::restore::fork_arguments::{ForkArguments, Replacement};
@@ -157,7 +157,24 @@ impl Restore<'_> {
         }
         let arguments = arguments_of_restore(&arguments, startup.machine_type());
         let mut started = NewQemu::start(startup, &arguments, Streams::Detached, self.mask())?;
-        let mut machine = started.machine(startup)?;
+        let mut machine = started.machine()?;
+        let terminals = (self.equip_fork(&mut machine, startup, devices, blocks, &overlays))
+            .map_err(|error| started.describe(error))?;
+        let forked =
+            ForkedMachine { name: line.name, pid: machine.pid, changes: line.changes, disks: Vec::new(), terminals };
+        Ok((forked, started, overlays))
+    }
+
+    /// Gives a new QEMU what the machine had: media, memory and the state of the `devices`, and has
+    /// it run. Returns its terminals.
+    fn equip_fork(
+        &self,
+        machine: &mut Machine,
+        startup: &Startup,
+        devices: &[u8],
+        blocks: &[SharedBlock<'_>],
+        overlays: &[NewImage],
+    ) -> Result<Vec<(String, PathBuf)>> {
         machine.insert_media(&startup.media)?;
         machine.check_written_files(startup, overlays.iter().map(NewImage::path))?;
         machine.check_keeps_memory(WITHOUT_LAZY)?;
@@ -170,16 +187,13 @@ impl Restore<'_> {
             pair(&spaces, &places)?.into_iter().partition(|(_, place)| is_whole(place));
         for (space, place) in whole {
             let file = blocks.iter().find(|block| block.space.id == space.id).map(|block| &block.file);
-            map_privately(&mut machine, file.ok_or_else(|| Error::damaged("no memory"))?, place)?;
+            map_privately(machine, file.ok_or_else(|| Error::damaged("no memory"))?, place)?;
         }
         self.fill(machine.pid, &parts, Fill::Whole, &mut Progress::unseen(&mut |_, _| {}))?;
-        load_devices(&mut machine, devices.to_vec())?;
+        load_devices(machine, devices.to_vec())?;
         if startup.is_running && !self.is_paused() {
             machine.resume()?;
         }
-        let terminals = machine.terminals()?;
-        let forked =
-            ForkedMachine { name: line.name, pid: machine.pid, changes: line.changes, disks: Vec::new(), terminals };
-        Ok((forked, started, overlays))
+        machine.terminals()
     }
 }

@@ -294,7 +294,7 @@ impl WriteImage<'_> {
         let arguments = WRITER.iter().chain(MONITOR_ARGUMENTS.iter().flatten());
         let arguments: Vec<String> = arguments.map(|&argument| argument.to_owned()).collect();
         let mut started = NewQemu::start(self.startup, &arguments, Streams::Detached, SigSet::empty())?;
-        let mut machine = started.machine(self.startup)?;
+        let mut machine = started.machine()?;
         machine.monitor.execute_with("add-fd", json!({"fdset-id": FILE_SET}), Some(file.as_fd()))?;
         let mut run = |name, arguments| machine.execute(&Command::new(name, arguments));
         let text = |path: &Path| match path.to_str() {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::{Child, ExitStatus};
 
 use pagemark::ByteCount;
+use pagemark::repository::SpaceRecord;
 use pagemark::restore::{Gated, Opened, Prepared, Running};
 use pagemark_linux::proc::maps;
 
@@ -48,28 +49,46 @@ impl<'a> Prepared for PreparedMachine<'a> {
         let streams = if restore.is_detached { Streams::Detached } else { Streams::OfCaller };
         let arguments = arguments_of_restore(&arguments, startup.machine_type());
         let mut started = NewQemu::start(&startup, &arguments, streams, restore.signal_mask)?;
-        let mut machine = started.machine(&startup)?;
-        let version = machine.version()?;
-        machine.insert_media(&startup.media)?;
-        machine.check_written_files(&startup, images.iter().map(|image| image.path()))?;
-        let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
-        let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
-        let pairs = pair(&spaces, &blocks)?;
-        let (fill, memory) = match restore.is_lazy {
-            false => (Fill::Whole, None),
-            true => {
-                machine.check_keeps_memory(WITHOUT_LAZY)?;
-                let memory = LazyMemory::begin(machine.pid, restore.lazy_blocks(&pairs)?, restore.store)?;
-                (Fill::Present, Some(memory))
-            }
-        };
-        restore.fill(machine.pid, &pairs, fill, &mut progress)?;
-        while_served(&memory, || load_devices(&mut machine, devices))?;
+        let mut machine = started.machine()?;
+        let (version, memory) = (restore.equip(&mut machine, &startup, &images, &spaces, devices, &mut progress))
+            .map_err(|error| started.describe(error))?;
         let disks = disks.iter().zip(images).map(|(disk, image)| (disk.image.label.clone(), image)).collect();
         let has_own_session = restore.is_detached || startup.owner_for_root()?.is_some();
         let resumes = startup.is_running && !restore.is_paused;
         let checkpoint_version = startup.version;
         Ok(GatedMachine { memory, machine, started, disks, version, checkpoint_version, has_own_session, resumes })
+    }
+}
+
+impl<'a> Restore<'a> {
+    /// Gives a new QEMU what the machine had: media, memory and the state of the `devices`. Returns
+    /// its version, and the memory that comes later.
+    fn equip(
+        &self,
+        machine: &mut Machine,
+        startup: &Startup,
+        images: &[NewImage],
+        spaces: &[(&SpaceRecord, ByteCount)],
+        devices: Vec<u8>,
+        progress: &mut Progress<'_>,
+    ) -> Result<(String, Option<LazyMemory<'a>>)> {
+        let version = machine.version()?;
+        machine.insert_media(&startup.media)?;
+        machine.check_written_files(startup, images.iter().map(|image| image.path()))?;
+        let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
+        let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
+        let pairs = pair(spaces, &blocks)?;
+        let (fill, memory) = match self.is_lazy {
+            false => (Fill::Whole, None),
+            true => {
+                machine.check_keeps_memory(WITHOUT_LAZY)?;
+                let memory = LazyMemory::begin(machine.pid, self.lazy_blocks(&pairs)?, self.store)?;
+                (Fill::Present, Some(memory))
+            }
+        };
+        self.fill(machine.pid, &pairs, fill, progress)?;
+        while_served(&memory, || load_devices(machine, devices))?;
+        Ok((version, memory))
     }
 }
 
@@ -93,7 +112,7 @@ impl<'a> GatedMachine<'a> {
     /// Lets the machine continue. Its memory, if that comes later, is not delivered yet.
     pub(super) fn run(mut self) -> Result<(RunningMachine, Option<LazyMemory<'a>>)> {
         if self.resumes {
-            while_served(&self.memory, || self.machine.resume())?;
+            while_served(&self.memory, || self.machine.resume()).map_err(|error| self.started.describe(error))?;
         }
         let GatedMachine { memory, machine, started, disks, version, checkpoint_version, has_own_session, .. } = self;
         let child = started.into_child()?;
