@@ -6,13 +6,18 @@
 pub(crate) mod confinement;
 mod core_dump_filter;
 pub(crate) mod descriptors;
+mod ksm;
 mod memberships;
 mod scheduling;
 mod socket_options;
 mod sockets;
+mod thread_settings;
+
+use std::thread::JoinHandle;
 
 use confinement::Confined;
 use core_dump_filter::CoreDumpFilter;
+use ksm::Merged;
 use memberships::Memberships;
 use pagemark_linux::proc;
 use pagemark_linux::socket_options::SocketKind;
@@ -20,12 +25,15 @@ use pagemark_trace::{PidsHere, RecordedPid};
 use scheduling::Scheduling;
 use socket_options::SocketOptions;
 use sockets::UnreadSockets;
+use thread_settings::ThreadSettings;
 
 /// The noted state of a tree, by the ids in the images.
 #[derive(Clone, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
 #[serde(default)]
 pub(crate) struct State {
     scheduling: Vec<Scheduling>,
+    thread_settings: Vec<ThreadSettings>,
+    merged: Merged,
     core_dump_filters: Vec<CoreDumpFilter>,
     confined: Vec<Confined>,
     socket_options: Vec<SocketOptions>,
@@ -48,6 +56,8 @@ impl State {
         });
         State {
             scheduling: scheduling::observe(&threads, image_pid),
+            thread_settings: thread_settings::observe(&threads, image_pid),
+            merged: ksm::observe(pids, image_pid),
             core_dump_filters: core_dump_filter::observe(pids, image_pid),
             confined: confinement::observe(pids, image_pid),
             socket_options: socket_options.finish(),
@@ -60,12 +70,47 @@ impl State {
     pub(crate) fn give_back(&self, here: &PidsHere) -> Vec<String> {
         let mut missing = Vec::new();
         self.scheduling.iter().for_each(|kind| kind.give_back(here, &mut missing));
+        self.thread_settings.iter().for_each(|kind| kind.give_back(here, &mut missing));
+        self.merged.give_back(here, &mut missing);
         self.core_dump_filters.iter().for_each(|kind| kind.give_back(here, &mut missing));
         self.socket_options.iter().for_each(|kind| kind.give_back(here, &mut missing));
         self.memberships.iter().for_each(|kind| kind.give_back(here, &mut missing));
         self.unread_sockets.iter().for_each(|kind| kind.report(&mut missing));
         self.confined.iter().for_each(|kind| kind.report(here, &mut missing));
         missing
+    }
+}
+
+/// An observation of processes that are frozen, beside the copy of their memory. Dropped, it is
+/// waited for.
+#[derive(Debug)]
+pub(crate) struct Observing {
+    pids: Vec<i32>,
+    image_pid: fn(i32) -> RecordedPid,
+    /// None where none could be started.
+    thread: Option<JoinHandle<State>>,
+}
+
+impl Observing {
+    /// Begins it. The arguments are those of [`State::observe`].
+    pub fn start(pids: Vec<i32>, image_pid: fn(i32) -> RecordedPid) -> Observing {
+        let observed = pids.clone();
+        let thread = std::thread::Builder::new().name("pagemark-state".into());
+        let thread = thread.spawn(move || State::observe(&observed, image_pid)).ok();
+        Observing { pids, image_pid, thread }
+    }
+
+    /// Waits for the state.
+    pub fn finish(mut self) -> State {
+        let observed = self.thread.take().and_then(|thread| thread.join().ok());
+        observed.unwrap_or_else(|| State::observe(&self.pids, self.image_pid))
+    }
+}
+
+impl Drop for Observing {
+    fn drop(&mut self) {
+        // What it has found is of no use.
+        let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
@@ -82,7 +127,21 @@ fn name(what: &str, ids: &[RecordedPid]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Child, Command};
+
     use super::*;
+
+    /// A process that sleeps, once it has executed its program.
+    pub(super) fn sleeping() -> Child {
+        let child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = child.id() as i32;
+        let calls = || {
+            proc::Call::of_thread(pid)
+                .is_ok_and(|call| call.is_some_and(|call| call.number == libc::SYS_clock_nanosleep))
+        };
+        pagemark_testing::wait_until("the process sleeps", calls);
+        child
+    }
 
     #[test]
     fn processes_and_threads_are_named() {

@@ -446,11 +446,11 @@ fn settings(program: &Program, number: u32) -> String {
 }
 
 #[test]
-fn threads_keep_processors_io_priority_and_timer_slack() {
+fn threads_keep_their_settings() {
     let Some(checkpoints) = Checkpoints::new() else { return };
     let Some(mut program) = Program::c(include_str!("trackee/settings.c")) else { skip!("no C compiler") };
     let before = settings(&program, 0);
-    for known in ["priority 16386", "priority 24576", "slack 3000"] {
+    for known in ["priority 16386", "priority 24576", "slack 3000", "personality 60000", "personality 200000"] {
         assert!(before.contains(known), "{before}");
     }
     let checkpoint = checkpoints.take(&program, &[]);

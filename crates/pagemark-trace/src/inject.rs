@@ -185,6 +185,14 @@ pub fn system_calls(process: Process, calls: Vec<Call>) -> Result<()> {
     inject(process, Work::OneThread(ThreadWork::Calls(calls))).map(drop)
 }
 
+/// Like [`system_calls`], by this thread of the process.
+///
+/// # Errors
+/// Those of [`system_calls`].
+pub fn system_calls_of_thread(process: Process, thread: i32, calls: Vec<Call>) -> Result<()> {
+    inject_by(process.pid, thread, Work::OneThread(ThreadWork::Calls(calls)), &mut Step::Seize).map(drop)
+}
+
 /// Makes a process that runs in a machine of `pagemark-kvm` give up what it has of KVM; see
 /// [`description`]. The process must not be traced. `parker` is the id that this process has there.
 ///

@@ -59,7 +59,7 @@ use super::withhold::{WithheldMemory, Withholding};
 use super::{Criu, dump_arguments, errors_in_log, images, limits, outside_sockets};
 use crate::refusal::{EXECUTES, NEW_FILTER};
 use crate::spawn::outlive_requests_to_end;
-use crate::state::{State, confinement, descriptors};
+use crate::state::{Observing, State, confinement, descriptors};
 
 /// CRIU's log in the images directory.
 const LOG: &str = "dump.log";
@@ -154,6 +154,8 @@ pub struct Dump {
     watch: Watch,
     attach_deadlock: AttachDeadlock,
     state_saved_at: Option<Instant>,
+    /// None before the state is saved.
+    observing: Option<Observing>,
     /// Processes that run in machines, if there are any.
     machines: Option<Machines>,
     /// The processes when CRIU was started.
@@ -239,6 +241,7 @@ impl Dump {
             watch,
             attach_deadlock,
             state_saved_at: None,
+            observing: None,
             machines,
             rules,
             tree,
@@ -333,6 +336,7 @@ impl Dump {
                 self.state_saved_at = Some(Instant::now());
                 // In their memory, which is saved from now on, they are released.
                 self.machines.iter().for_each(Machines::release);
+                self.observing = Some(Observing::start(members(self.pid), self.image_pid()));
                 Ok(())
             }
             Ok(_) => {
@@ -380,12 +384,16 @@ impl Dump {
         Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))
     }
 
+    /// Only the ids of a container are others in the images.
+    fn image_pid(&self) -> fn(i32) -> RecordedPid {
+        if self.notes.first_process.is_some() { RecordedPid::in_images } else { RecordedPid::new }
+    }
+
     /// Notes what is known of the tree while it is frozen.
     fn note_frozen(&mut self) -> Result<(), Error> {
-        // Only the ids of a container are others in the images.
         let pid = self.pid;
         let pids = LazyCell::new(|| members(pid));
-        let image_pid = if self.notes.first_process.is_some() { RecordedPid::in_images } else { RecordedPid::new };
+        let image_pid = self.image_pid();
         if self.notes.cgroups == Cgroups::Restore {
             self.notes.memberships = cgroups::memberships(&pids, image_pid);
         }
@@ -407,7 +415,7 @@ impl Dump {
         if !self.without_sandbox {
             confinement::check(&pids)?;
         }
-        self.notes.state = State::observe(&pids, image_pid);
+        self.notes.state = self.observing.take().map_or_else(|| State::observe(&pids, image_pid), Observing::finish);
         Ok(())
     }
 
@@ -516,6 +524,8 @@ impl Dump {
 
     /// Ends CRIU as soon as that is harmless.
     fn end(&mut self) {
+        // It reads what is frozen.
+        self.observing = None;
         self.socket = None;
         let deadline = Instant::now() + THAW_LIMIT;
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < deadline {

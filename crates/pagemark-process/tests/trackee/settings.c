@@ -1,5 +1,6 @@
 /* Threads with settings of their own: the processors on which they run, the priority of their input
- * and output, their slices and their timer slack. Once there is a file "ask.N", the program writes
+ * and output, their slices, their timer slack, their personality, and when they get SIGBUS for lost
+ * memory. The process has a filter for core files, and its memory is merged. Once there is a file "ask.N", the program writes
  * what all threads see of themselves to the file "seen.N". */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -7,14 +8,20 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/personality.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#ifndef PR_SET_MEMORY_MERGE
+#define PR_SET_MEMORY_MERGE 67
+#define PR_GET_MEMORY_MERGE 68
+#endif
+
 enum { THREADS = 4 };
 
 static pthread_barrier_t begin, end;
-static char seen[THREADS][300];
+static char seen[THREADS][400];
 static int processors[1024], count;
 
 /* What the scheduler has of this thread, as all kernels have it. */
@@ -39,8 +46,10 @@ static void look(int number) {
 	for (int i = 0; i < CPU_SETSIZE && length < 200; i++)
 		if (CPU_ISSET(i, &set))
 			length += snprintf(seen[number] + length, sizeof seen[number] - length, " %d", i);
-	snprintf(seen[number] + length, sizeof seen[number] - length, "; priority %ld; slack %ld; slice %lu\n",
-		 syscall(SYS_ioprio_get, 1, 0), (long)prctl(PR_GET_TIMERSLACK), slice());
+	snprintf(seen[number] + length, sizeof seen[number] - length, "; priority %ld; slack %ld; slice %lu; "
+		 "personality %x; memory failure %d\n",
+		 syscall(SYS_ioprio_get, 1, 0), (long)prctl(PR_GET_TIMERSLACK), slice(), personality(0xffffffff),
+		 prctl(PR_MCE_KILL_GET, 0, 0, 0, 0));
 }
 
 /* The first thread keeps what it was given. */
@@ -53,6 +62,9 @@ static void set(int number) {
 	sched_setaffinity(0, sizeof one, &one);
 	syscall(SYS_ioprio_set, 1, 0, (number == 3 ? 3 << 13 : 2 << 13 | number));
 	prctl(PR_SET_TIMERSLACK, 1000 * number);
+	if (number != 3)
+		personality(number == 1 ? ADDR_NO_RANDOMIZE | UNAME26 : ADDR_COMPAT_LAYOUT);
+	prctl(PR_MCE_KILL, PR_MCE_KILL_SET, number == 1 ? PR_MCE_KILL_EARLY : PR_MCE_KILL_LATE, 0, 0);
 	/* Before Linux 6.12, nothing asks for a slice. */
 	if (number == 2 && slice()) {
 		attributes.slice[0] = 7000000;
@@ -78,6 +90,8 @@ static void report(const char *name) {
 			strcat(strcat(text, "core dump filter "), line);
 		fclose(file);
 	}
+	snprintf(line, sizeof line, "merged %d\n", prctl(PR_GET_MEMORY_MERGE, 0, 0, 0, 0));
+	strcat(text, line);
 	pthread_barrier_wait(&begin);
 	look(0);
 	pthread_barrier_wait(&end);
@@ -101,6 +115,7 @@ int main(void) {
 		fputs("0x73", file);
 		fclose(file);
 	}
+	prctl(PR_SET_MEMORY_MERGE, 1, 0, 0, 0);
 	pthread_barrier_init(&begin, NULL, THREADS);
 	pthread_barrier_init(&end, NULL, THREADS);
 	for (long i = 1; i < THREADS; i++) {
