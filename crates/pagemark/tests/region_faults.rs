@@ -188,12 +188,29 @@ extern "C" fn exit_42(_: libc::c_int) {
     unsafe { libc::_exit(42) }
 }
 
-/// A stack for signals of Rust has room for one handler only.
-fn roomy_signal_stack() {
-    let memory: &'static mut [u8] = Box::leak(vec![0; 1 << 16].into_boxed_slice());
-    let stack = libc::stack_t { ss_sp: memory.as_mut_ptr().cast(), ss_flags: 0, ss_size: memory.len() };
-    // SAFETY: the memory is given away for good.
-    assert_eq!(unsafe { libc::sigaltstack(&stack, std::ptr::null_mut()) }, 0);
+/// An alternate stack of this thread: that of Rust has room for one handler only. Puts the previous
+/// one back, which whoever made it frees at the end of the thread.
+struct RoomySignalStack {
+    previous: libc::stack_t,
+    _memory: Vec<u8>,
+}
+
+impl RoomySignalStack {
+    fn new() -> RoomySignalStack {
+        let mut memory = vec![0; 1 << 16];
+        let stack = libc::stack_t { ss_sp: memory.as_mut_ptr().cast(), ss_flags: 0, ss_size: memory.len() };
+        let mut previous = stack;
+        // SAFETY: the memory stays until it is no stack any more.
+        assert_eq!(unsafe { libc::sigaltstack(&stack, &mut previous) }, 0);
+        RoomySignalStack { previous, _memory: memory }
+    }
+}
+
+impl Drop for RoomySignalStack {
+    fn drop(&mut self) {
+        // SAFETY: the value stays in its thread, which runs no handler now, and had this stack before.
+        unsafe { libc::sigaltstack(&self.previous, std::ptr::null_mut()) };
+    }
 }
 
 fn on_segv(handler: usize, flags: libc::c_int) {
@@ -212,13 +229,11 @@ fn in_a_process_of_its_own() {
     let (case, mechanism) = case.split_once(' ').unwrap();
     let mechanism: Mechanism = mechanism.parse().unwrap();
     FORBIDDEN.store(forbidden(), Ordering::Relaxed);
+    let _stack = (case == "nested").then(RoomySignalStack::new);
     match case {
         "default" | "sent" => on_segv(libc::SIG_DFL, 0),
         "fixed" => on_segv(allow as *const () as usize, libc::SA_SIGINFO),
-        "nested" => {
-            roomy_signal_stack();
-            on_segv(allow_and_write as *const () as usize, libc::SA_SIGINFO | libc::SA_NODEFER);
-        }
+        "nested" => on_segv(allow_and_write as *const () as usize, libc::SA_SIGINFO | libc::SA_NODEFER),
         "plain" => on_segv(exit_42 as *const () as usize, libc::SA_RESETHAND | libc::SA_NODEFER),
         "ignored" | "ignored-sent" => on_segv(libc::SIG_IGN, 0),
         "late" => {
@@ -316,7 +331,7 @@ extern "C" fn tick(_: libc::c_int) {
 
 #[test]
 fn signal_handlers_write_at_any_moment() {
-    roomy_signal_stack();
+    let _stack = RoomySignalStack::new();
     // SAFETY: the handler is async-signal-safe, and only our own thread gets the signal.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
