@@ -14,6 +14,7 @@ use pagemark_process::restore::{Restore, RestoreEvent};
 use pagemark_process::saver::CriuSaver;
 use pagemark_process::target::ProcessTarget;
 use pagemark_testing::{finding, patience, repetitions, skip, wait_until};
+use pagemark_trace::objects::is_shared_memory;
 use support::{Checkpoints, Program};
 
 /// Skips the test where the mechanism does not find what is written to shared memory.
@@ -288,7 +289,8 @@ childs.close()
     let program = obedient(&set_up.replace("BYTES", &BYTES.to_string()));
     let views = || {
         let mut mappings = pagemark_linux::proc::maps::read(std::process::id() as i32).unwrap();
-        mappings.retain(|mapping| mapping.range().byte_count().get() == BYTES);
+        // A heap of the allocator may have this length by chance.
+        mappings.retain(|mapping| is_shared_memory(mapping) && mapping.range().byte_count().get() == BYTES);
         mappings
     };
     let (mut job, _repository) = job(program.pid(), &checkpoints, mechanism);
